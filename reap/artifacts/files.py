@@ -1,0 +1,106 @@
+"""Reading and writing the files between the stages: envelopes, atomic writes, checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from reap.errors import ArtifactError, ReapError
+
+
+def sha256(path: Path) -> str:
+    """Hex sha256 of a file's bytes."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def refuse_existing(path: Path, force: bool) -> None:
+    """Raise ReapError if `path` exists and `force` is not set."""
+    if path.exists() and not force:
+        raise ReapError(f"{path} exists already.", "pass --force to replace it, or name another")
+
+
+@contextmanager
+def written_whole(path: Path, *, force: bool = False) -> Iterator[Path]:
+    """Yield a temporary path beside `path` and rename it to `path` when the block ends well.
+
+    Works for files and directories. On an exception the temporary path is removed and what stood
+    at `path` is untouched. An OSError (disk full, no permission) becomes a ReapError.
+    """
+    refuse_existing(path, force)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _remove(partial)
+        yield partial
+        if path.is_dir():
+            old = path.with_name(path.name + ".old.partial")
+            _remove(old)
+            os.rename(path, old)
+            os.rename(partial, path)
+            _remove(old)
+        else:
+            os.replace(partial, path)
+    except OSError as error:
+        raise ReapError(f"could not write {path}: {error.strerror or error}") from error
+    finally:
+        _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_json(path: Path, data: dict[str, Any], *, force: bool = False) -> None:
+    """Write `data` as indented JSON, atomically; short number lists stay on one line."""
+    with written_whole(path, force=force) as partial:
+        partial.write_text(_dumps(data) + "\n", encoding="utf-8")
+
+
+def _dumps(value: Any, indent: int = 0) -> str:
+    pad = "  " * (indent + 1)
+    end = "  " * indent
+    if isinstance(value, dict) and value:
+        flat = json.dumps(value, ensure_ascii=False)
+        if len(flat) <= 100 and not any(isinstance(v, dict | list) for v in value.values()):
+            return flat
+        items = (f"{pad}{json.dumps(k)}: {_dumps(v, indent + 1)}" for k, v in value.items())
+        return "{\n" + ",\n".join(items) + f"\n{end}}}"
+    if isinstance(value, list) and any(isinstance(v, dict | list) for v in value):
+        return "[\n" + ",\n".join(pad + _dumps(v, indent + 1) for v in value) + f"\n{end}]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def read_json(path: Path, *, format: str, version: int) -> dict[str, Any]:
+    """Load a reap JSON file and check its envelope (`format`, `format_version`)."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ArtifactError(f"{path} does not exist.") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ArtifactError(f"{path} is not readable JSON: {error}") from None
+    check_envelope(path, data, format=format, version=version)
+    return dict(data)
+
+
+def check_envelope(path: Path, data: Any, *, format: str, version: int) -> None:
+    """Raise ArtifactError unless `data` says it is `format` in a version this reap can read."""
+    found = data.get("format") if isinstance(data, dict) else None
+    if found != format:
+        what = f"a {found} file" if found else "not a reap file"
+        raise ArtifactError(f"{path} is {what}; expected {format}.")
+    if data.get("format_version") != version:
+        raise ArtifactError(
+            f"{path} has {format} version {data.get('format_version')}; "
+            f"this reap reads version {version}.",
+            "make it again with this version of reap, or use the reap that wrote it",
+        )

@@ -1,0 +1,207 @@
+"""Raw sums of what the experts did on the calibration text; every criterion is derived later."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from reap.artifacts.files import check_envelope, written_whole
+from reap.artifacts.provenance import Provenance
+from reap.artifacts.spec import Format, ModelSpec
+from reap.errors import ArtifactError, CalibrationError
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+FORMAT = "reap.saliency"
+VERSION = 1
+
+CRITERIA: dict[str, str] = {
+    "reap": "Σ g‖f‖ / count: mean over the routed tokens (REAP, arXiv 2510.13999)",
+    "reap-all-tokens": "Σ g‖f‖ / tokens: the same sum over all tokens",
+    "energy": "Σ g²‖f‖² / tokens: squared output the block would lose",
+    "frequency": "count / tokens: how often the router picks the expert",
+    "ean": "Σ ‖f‖: expert activation norm (EAN)",
+    "man": "Σ ‖f‖ / count: mean activation norm (MAN, arXiv 2606.15716)",
+    "msan": "Σ ‖f‖² / count: mean squared activation norm (MSAN, arXiv 2606.15716)",
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What dropping and low bits really cost, at the MoE block's output on real inputs.
+
+    Dropped experts are removed from the router, which picks again; errors are sums over the
+    measured tokens of ‖y' - y‖², y the block's output. Shapes: L layers, G grid points, F formats,
+    E experts.
+
+    tokens int64 [L]; kept int64 [G] experts kept at each grid point, falling; order int64 [L, E]
+    experts by falling energy, the nested order in which the grid keeps them; output_energy
+    float64 [L] Σ‖y‖²; drop_error float64 [L, G]; low_error float64 [F, L] every expert stored in
+    the format; low_expert_error float64 [F, L, E] Σ g²‖f' - f‖² of one expert before the sum over
+    experts; formats: the F low-bit formats.
+
+    What such errors do to the model's answer, changing one layer alone: drop_kl float64 [L] is
+    the mean KL(full ‖ changed) per token, in nats, when the layer keeps kl_kept (int64 [1], a grid
+    point) experts, low_kl float64 [L] when its experts are stored in formats[0]. Both are of
+    length 0 if they were not measured.
+    """
+
+    formats: tuple[Format, ...]
+    tokens: Ints
+    kept: Ints
+    order: Ints
+    output_energy: Floats
+    drop_error: Floats
+    low_error: Floats
+    low_expert_error: Floats
+    kl_kept: Ints
+    drop_kl: Floats
+    low_kl: Floats
+
+
+@dataclass(frozen=True)
+class Saliency:
+    """Sums per (half, domain, MoE layer, expert), f an expert's output, g its router weight.
+
+    Arrays of shape [2, D, L, E]: count int64, and float64 gate Σg, norm Σ‖f‖, gate_norm Σg‖f‖,
+    gate2_norm2 Σg²‖f‖², norm2 Σ‖f‖², max_norm max‖f‖. Arrays of shape [2, D, L]: tokens int64,
+    residual_energy Σ‖h‖² (h the decoder layer's output) and output_energy Σ‖y‖² (y the MoE block's
+    output), float64. The first axis splits the documents into two halves, for stability. `layers`
+    are the indices of the L MoE layers.
+    """
+
+    provenance: Provenance
+    spec: ModelSpec
+    domains: tuple[str, ...]
+    count: Ints
+    gate: Floats
+    norm: Floats
+    gate_norm: Floats
+    gate2_norm2: Floats
+    norm2: Floats
+    max_norm: Floats
+    tokens: Ints
+    residual_energy: Floats
+    output_energy: Floats
+    measurement: Measurement | None = None
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(layer.layer for layer in self.spec.moe_layers)
+
+    def score(
+        self, criterion: str = "energy", *, domain: str | None = None, half: int | None = None
+    ) -> Floats:
+        """Saliency of every expert, float64 [L, E]; 0 for experts that were never routed.
+
+        Sums run over both halves and all domains unless one is named. Raises KeyError for an
+        unknown criterion (see CRITERIA for the formulas).
+        """
+
+        def total(array: NDArray) -> NDArray:
+            halves = array if half is None else array[half : half + 1]
+            if domain is not None:
+                index = self.domains.index(domain)
+                halves = halves[:, index : index + 1]
+            return halves.sum(axis=(0, 1))
+
+        count = total(self.count)
+        tokens = np.maximum(total(self.tokens), 1)[:, None]
+        routed = np.maximum(count, 1)
+        formulas = {
+            "reap": lambda: total(self.gate_norm) / routed,
+            "reap-all-tokens": lambda: total(self.gate_norm) / tokens,
+            "energy": lambda: total(self.gate2_norm2) / tokens,
+            "frequency": lambda: count / tokens,
+            "ean": lambda: total(self.norm),
+            "man": lambda: total(self.norm) / routed,
+            "msan": lambda: total(self.norm2) / routed,
+        }
+        return np.asarray(formulas[criterion](), dtype=np.float64)
+
+    def check(self) -> None:
+        """Raise CalibrationError if a layer saw no token or a sum is not finite."""
+        unseen = np.flatnonzero(self.count.sum(axis=(0, 1, 3)) == 0)
+        if unseen.size:
+            raise CalibrationError(
+                f"layer {self.layers[unseen[0]]} saw no tokens: there is nothing to rank by.",
+                "give calibration text, e.g. --calibration code",
+            )
+        for name in _SUMS:
+            bad = np.argwhere(~np.isfinite(getattr(self, name)))
+            if bad.size:
+                _, domain, layer, *expert = bad[0]
+                where = f"layer {self.layers[layer]}" + (f", expert {expert[0]}" if expert else "")
+                raise CalibrationError(
+                    f"{name} is not finite in {where} (domain {self.domains[domain]}).",
+                    "the model's weights or its forward pass are broken there",
+                )
+
+    def save(self, path: Path, *, force: bool = False) -> None:
+        """Write a safetensors file: arrays as they are, the rest as JSON in the metadata."""
+        arrays = {name: getattr(self, name) for name in ("count", "tokens", *_SUMS)}
+        extra: dict[str, object] = {}
+        if self.measurement is not None:
+            for field in fields(Measurement):
+                if field.name != "formats":
+                    arrays[f"measurement.{field.name}"] = getattr(self.measurement, field.name)
+            extra["measured_formats"] = [vars(f) for f in self.measurement.formats]
+        header = {
+            "format": FORMAT,
+            "format_version": VERSION,
+            "provenance": self.provenance.to_json(),
+            "spec": self.spec.to_json(),
+            "domains": list(self.domains),
+            **extra,
+        }
+        arrays = {name: np.ascontiguousarray(array) for name, array in sorted(arrays.items())}
+        with written_whole(path, force=force) as partial:
+            save_file(arrays, partial, {"reap": json.dumps(header, sort_keys=True)})
+
+    @classmethod
+    def load(cls, path: Path) -> Saliency:
+        """Raises ArtifactError for a missing, damaged, foreign or newer file."""
+        if not path.exists():
+            raise ArtifactError(f"{path} does not exist.", "run `reap calibrate` first")
+        try:
+            with safe_open(path, "np") as file:
+                header = json.loads((file.metadata() or {}).get("reap", "null"))
+                check_envelope(path, header, format=FORMAT, version=VERSION)
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (SafetensorError, json.JSONDecodeError, OSError) as error:
+            raise ArtifactError(f"{path} is not a readable safetensors file: {error}") from None
+        measured = {
+            name.removeprefix("measurement."): arrays.pop(name)
+            for name in list(arrays)
+            if name.startswith("measurement.")
+        }
+        measurement = None
+        if measured:
+            formats = tuple(Format(**f) for f in header["measured_formats"])
+            measurement = Measurement(formats=formats, **measured)
+        return cls(
+            provenance=Provenance.from_json(header["provenance"]),
+            spec=ModelSpec.from_json(header["spec"]),
+            domains=tuple(header["domains"]),
+            measurement=measurement,
+            **arrays,
+        )
+
+
+_SUMS = (
+    "gate",
+    "norm",
+    "gate_norm",
+    "gate2_norm2",
+    "norm2",
+    "max_norm",
+    "residual_energy",
+    "output_energy",
+)

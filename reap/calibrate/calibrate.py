@@ -1,0 +1,311 @@
+"""The calibration run: all batches through one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from reap import __version__
+from reap.artifacts import Format, Measurement, ModelSpec, Provenance, Saliency
+from reap.calibrate.measure import (
+    BlockInput,
+    LayerMeasurement,
+    keep_best,
+    kept_grid,
+    measure_layer,
+    restricted_router,
+)
+from reap.calibrate.observe import SUMS, LayerSums, first_array
+from reap.models.divergence import kl_divergence, log_probabilities
+from reap.models.hooks import hooked
+from reap.models.quantize import requantized_experts
+from reap.models.source import SourceModel
+from reap.models.stream import LayerStream
+from reap.models.tap import ExpertTap
+from reap.models.text import (
+    Batch,
+    TextSet,
+    TokenSequence,
+    batches,
+    corpora,
+    load_tokenizer,
+    sequences,
+)
+from reap.progress import Progress, silent
+
+# One call into gather_qmm stays below 32,768 routed rows (wrong results above, mlx #3856).
+_MAX_ROUTED_ROWS = 32_768
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """`tokens`: limit over all domains; `probe_tokens`: how many of them the drop curve, the
+    low-bit errors and the layers' sensitivity are measured on (0: not at all); `low_formats`: the
+    formats to measure; `sensitivity`: whether to measure KL with one layer changed at a time."""
+
+    tokens: int | None = None
+    sequence_length: int = 512
+    batch_tokens: int = 4096
+    probe_tokens: int = 2048
+    sensitivity: bool = True
+    low_formats: tuple[Format, ...] = (Format(2, 128, "affine"), Format(3, 128, "affine"))
+
+
+def calibrate(
+    source: SourceModel,
+    texts: Sequence[TextSet],
+    settings: CalibrationSettings,
+    *,
+    command: str = "",
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> Saliency:
+    """Run the text through the model and add up what its experts do.
+
+    Only one decoder layer's weights are resident at a time. Raises CalibrationError, before any
+    weight is read where possible.
+    """
+    tokenizer = load_tokenizer(source.checkpoint.path, trust_remote_code=trust_remote_code)
+    spec = source.spec()
+    parts = sequences(
+        texts,
+        tokenizer,
+        sequence_length=settings.sequence_length,
+        tokens=settings.tokens,
+        vocab_size=_vocabulary(source),
+    )
+    rows = _MAX_ROUTED_ROWS // spec.top_k
+    made = batches(parts, tokens_per_batch=min(settings.batch_tokens, rows))
+    formats = _usable(settings.low_formats, spec)
+    probes = batches(
+        _probe_parts(parts, settings.probe_tokens, len(texts)),
+        tokens_per_batch=min(settings.batch_tokens, rows),
+    )
+    run = _Run(source, spec, made, probes, texts, settings, formats, progress)
+    sums = run.layers()
+    saliency = Saliency(
+        provenance=Provenance(
+            reap_version=__version__,
+            command=command,
+            model=spec.model,
+            revision=spec.revision,
+            config_sha256=spec.config_sha256,
+            inputs={text.source: text.sha256 for text in texts},
+            corpora=corpora(texts, parts),
+        ),
+        spec=spec,
+        domains=tuple(text.domain for text in texts),
+        count=np.stack([s.count for s in sums], axis=2),
+        max_norm=np.stack([s.max_norm for s in sums], axis=2),
+        tokens=np.stack([s.tokens for s in sums], axis=2),
+        residual_energy=np.stack([s.residual_energy for s in sums], axis=2),
+        output_energy=np.stack([s.output_energy for s in sums], axis=2),
+        measurement=run.measurement(),
+        **{name: np.stack([s.sums[name] for s in sums], axis=2) for name in SUMS},
+    )
+    saliency.check()
+    return saliency
+
+
+def _vocabulary(source: SourceModel) -> int:
+    args = source.model.args
+    return int(getattr(args, "text_config", args).vocab_size)
+
+
+def _usable(formats: Sequence[Format], spec: ModelSpec) -> tuple[Format, ...]:
+    """The formats with the largest group that divides every projection's columns."""
+    columns = [p.columns for layer in spec.moe_layers for p in layer.projections]
+    usable = []
+    for format in formats:
+        fitting = [g for g in (128, 64, 32) if g <= format.group_size]
+        group = next((g for g in fitting if all(c % g == 0 for c in columns)), None)
+        if group is not None:
+            usable.append(Format(format.bits, group, format.mode))
+    return tuple(dict.fromkeys(usable))
+
+
+def _probe_parts(
+    parts: Sequence[TokenSequence], tokens: int, domains: int
+) -> list[TokenSequence]:
+    """Sequences to measure on: about an equal share of `tokens` from each domain."""
+    chosen: list[TokenSequence] = []
+    for domain in range(domains):
+        left = tokens / domains
+        for part in (p for p in parts if p.domain == domain):
+            if left <= 0:
+                break
+            chosen.append(part)
+            left -= len(part.tokens)
+    return chosen
+
+
+class _Run:
+    """One pass over the layers: `batches` are observed, `probes` are measured on."""
+
+    def __init__(
+        self,
+        source: SourceModel,
+        spec: ModelSpec,
+        made: list[Batch],
+        probes: list[Batch],
+        texts: Sequence[TextSet],
+        settings: CalibrationSettings,
+        formats: tuple[Format, ...],
+        progress: Progress,
+    ) -> None:
+        self.source = source
+        self.batches = made
+        self.probes = probes
+        self.domains = len(texts)
+        self.formats = formats
+        self.progress = progress
+        self.grid = kept_grid(spec.num_experts, spec.min_experts, spec.n_group)
+        self.kl_kept = int(self.grid[np.argmin(abs(self.grid - spec.num_experts / 2))])
+        self.sensitivity = settings.sensitivity and bool(probes)
+        self.measured: list[LayerMeasurement] = []
+        self.kl: dict[tuple[int, str], float] = {}
+
+    def layers(self) -> list[LayerSums]:
+        """Run all layers; the sums of those with experts."""
+        source = self.source
+        source.load_trunk()
+        sums: list[LayerSums] = []
+        everything = [*self.batches, *self.probes]
+        first_probe = len(self.batches)
+        forked = frozenset(range(first_probe, len(everything)) if self.sensitivity else ())
+        work = sum(int(batch.lengths.sum()) for batch in everything)
+        count = len(source.layers)
+        total = work * count
+        with LayerStream(
+            source.model, source.layers, [b.tokens for b in everything], forked=forked
+        ) as stream:
+            for index in range(count):
+                source.load_layer(index)
+                layer = _Layer(self, index) if index in source.moe_layers else None
+                done = index * work
+                for position, batch in enumerate(everything):
+                    self.progress(f"layer {index + 1} of {count}", done, total)
+                    if layer is None:
+                        stream.step(position)
+                    elif position < first_probe:
+                        layer.observe(stream, position)
+                    else:
+                        layer.probe(stream, position, batch)
+                    if position in forked:
+                        stream.step_forks(position)
+                    done += int(batch.lengths.sum())
+                if layer is not None:
+                    sums.append(layer.sums)
+                    self.progress(f"measuring layer {index + 1} of {count}", done, total)
+                    layer.measure(stream, forked)
+                source.release_layer(index)
+            self.progress("comparing", total, total)
+            self._compare(stream, forked)
+        return sums
+
+    def _compare(self, stream: LayerStream, forked: frozenset[int]) -> None:
+        """Mean KL per token of every variant, over all probes."""
+        tokens = 0
+        for position in sorted(forked):
+            batch = self.probes[position - len(self.batches)]
+            mask = mx.array(batch.mask)
+            tokens += int(batch.lengths.sum())
+            exact = log_probabilities(stream.finish(position))
+            for index in self.source.moe_layers:
+                for kind in ("drop", "low"):
+                    changed = log_probabilities(stream.fork_logits(position, (index, kind)))
+                    divergence = mx.where(mask, kl_divergence(exact, changed), 0).sum().item()
+                    key = (index, kind)
+                    self.kl[key] = self.kl.get(key, 0.0) + float(divergence)
+        self.kl = {key: total / tokens for key, total in self.kl.items()}
+
+    def measurement(self) -> Measurement | None:
+        """What was measured, stacked over layers; None if nothing was."""
+        measured = self.measured
+        if not measured:
+            return None
+        layers = self.source.moe_layers if self.sensitivity else []
+        return Measurement(
+            formats=self.formats,
+            tokens=np.array([m.tokens for m in measured], np.int64),
+            kept=self.grid,
+            order=np.stack([m.order for m in measured]),
+            output_energy=np.array([m.output_energy for m in measured]),
+            drop_error=np.stack([m.drop_error for m in measured]),
+            low_error=np.stack([m.low_error for m in measured], axis=1),
+            low_expert_error=np.stack([m.low_expert_error for m in measured], axis=1),
+            kl_kept=np.array([self.kl_kept], np.int64),
+            drop_kl=np.array([self.kl[index, "drop"] for index in layers]),
+            low_kl=np.array([self.kl[index, "low"] for index in layers]),
+        )
+
+
+class _Layer:
+    """One MoE layer while it is resident."""
+
+    def __init__(self, run: _Run, index: int) -> None:
+        self.run = run
+        self.index = index
+        self.sums = LayerSums(index, run.domains, run.source.num_experts)
+        self.inputs: list[BlockInput] = []
+
+    def observe(self, stream: LayerStream, position: int) -> None:
+        """Take one batch through this layer and add up what it does."""
+        source, batch = self.run.source, self.run.batches[position]
+
+        def experts_used(x: mx.array, indices: mx.array, weights: mx.array, y: mx.array) -> None:
+            self.sums.add(batch, indices, weights, y)
+
+        def block_call(original: Any, *args: Any, **kwargs: Any) -> Any:
+            y = original(*args, **kwargs)
+            self.sums.add_energy("output_energy", batch, first_array(y))
+            return y
+
+        tap = ExpertTap(experts_used)
+        with (
+            hooked(source.experts(self.index), tap),
+            hooked(source.block(self.index), block_call),
+        ):
+            out = stream.step(position)
+        tap.check(self.index)
+        self.sums.add_energy("residual_energy", batch, first_array(out))
+
+    def probe(self, stream: LayerStream, position: int, batch: Batch) -> None:
+        """Take one batch through this layer and keep what enters the MoE block."""
+
+        def block_call(original: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+            self.inputs.append(BlockInput(x, batch.mask))
+            return original(x, *args, **kwargs)
+
+        with hooked(self.run.source.block(self.index), block_call):
+            stream.step(position)
+
+    def measure(self, stream: LayerStream, forked: frozenset[int]) -> None:
+        """Measure this layer on the probes, and start its two variants."""
+        run = self.run
+        if not self.inputs:
+            return
+        measured = measure_layer(
+            run.source,
+            self.index,
+            self.inputs,
+            energy=self.sums.sums["gate2_norm2"].sum(axis=(0, 1)),
+            grid=run.grid,
+            formats=run.formats,
+        )
+        run.measured.append(measured)
+        if not forked:
+            return
+        n_group, _ = run.source.groups()
+        kept = keep_best(measured.order, run.kl_kept, n_group)
+        experts = run.source.experts(self.index)
+        low = requantized_experts(experts, run.formats[0])
+        for position in sorted(forked):
+            fewer = restricted_router(run.source, self.index, kept)
+            stream.fork(position, (self.index, "drop"), fewer)
+            coarser = hooked(experts, lambda original, x, indices: low(x, indices))
+            stream.fork(position, (self.index, "low"), coarser)

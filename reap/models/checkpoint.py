@@ -1,0 +1,172 @@
+"""Reading a checkpoint directory: headers first, tensors lazily, nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from reap.artifacts.files import sha256
+from reap.errors import CheckpointError
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor as the safetensors header states it; `dtype` in safetensors' spelling (BF16, …)."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory with config.json and safetensors shards, checked but not read."""
+
+    path: Path
+    name: str
+    revision: str
+    config: dict[str, Any]
+    config_sha256: str
+    tensors: dict[str, TensorInfo]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def by_layer(self, prefixes_apart: tuple[str, ...]) -> dict[int | None, list[str]]:
+        """Tensor names by decoder layer; None holds what is in no layer.
+
+        Names that start with one of `prefixes_apart` (vision towers) are left out.
+        """
+        names: dict[int | None, list[str]] = defaultdict(list)
+        for name in self.tensors:
+            if name.startswith(prefixes_apart):
+                continue
+            match = _LAYER.search(name)
+            names[int(match[1]) if match else None].append(name)
+        return names
+
+    def load(self, names: Iterable[str]) -> dict[str, mx.array]:
+        """The named tensors as lazy arrays: bytes are read when they are evaluated."""
+        by_file: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            by_file[self.tensors[name].file].append(name)
+        arrays: dict[str, mx.array] = {}
+        for file, wanted in by_file.items():
+            shard = mx.load(str(self.path / file))
+            arrays.update((name, shard[name]) for name in wanted)
+        return arrays
+
+
+def open_checkpoint(model: str) -> Checkpoint:
+    """Open a local directory or a Hugging Face repository id.
+
+    Every shard's header is read and its size checked, so that a missing or truncated file is
+    reported before any work. Raises CheckpointError.
+    """
+    path, revision = _locate(model)
+    config_path = path / "config.json"
+    if not config_path.exists():
+        raise CheckpointError(f"{path} has no config.json.", "give a model directory or hub id")
+    try:
+        config = json.loads(config_path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{config_path} is not valid JSON: {error}") from None
+    name = path.resolve().name if Path(model).exists() else model
+    return Checkpoint(path, name, revision, config, sha256(config_path), _tensors(path))
+
+
+def _locate(model: str) -> tuple[Path, str]:
+    path = Path(model).expanduser()
+    if path.is_dir():
+        # The hub cache keeps a snapshot in a folder named by its commit.
+        revision = path.resolve().name
+        return path, revision if re.fullmatch(r"[0-9a-f]{40}", revision) else ""
+    if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
+        raise CheckpointError(
+            f"{model} is not a directory.", "give a model directory or a hub id like org/name"
+        )
+    from huggingface_hub import snapshot_download
+    from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
+
+    try:
+        snapshot = Path(snapshot_download(model, allow_patterns=DEFAULT_ALLOW_PATTERNS))
+    except Exception as error:  # the hub client raises many kinds; all mean the same here
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise CheckpointError(
+            f"{model} is neither a local directory nor could it be fetched from the hub: {reason}",
+            "check the name, the network and `hf auth login`",
+        ) from None
+    return snapshot, snapshot.name
+
+
+def _tensors(path: Path) -> dict[str, TensorInfo]:
+    index_path = path / INDEX
+    if index_path.exists():
+        weight_map: dict[str, str] = json.loads(index_path.read_text(encoding="utf-8"))[
+            "weight_map"
+        ]
+        files = sorted(set(weight_map.values()))
+    else:
+        weight_map = {}
+        files = sorted(file.name for file in path.glob("model*.safetensors"))
+        if not files:
+            raise CheckpointError(f"{path} has no safetensors files.")
+    absent = [file for file in files if not (path / file).exists()]
+    if absent:
+        raise CheckpointError(
+            f"{len(absent)} of {len(files)} shards are missing from {path}, first {absent[0]}.",
+            "download the checkpoint again",
+        )
+    tensors: dict[str, TensorInfo] = {}
+    for file in files:
+        tensors.update(_read_header(path, file))
+    lost = sorted(set(weight_map) - set(tensors))
+    if lost:
+        raise CheckpointError(
+            f"{len(lost)} tensors of {INDEX} are in no shard, first {lost[0]}.",
+            "download the checkpoint again",
+        )
+    return tensors
+
+
+def _read_header(path: Path, file: str) -> dict[str, TensorInfo]:
+    """Header layout: little-endian u64 length, JSON, then the data (safetensors format)."""
+    size = (path / file).stat().st_size
+    with open(path / file, "rb") as shard:
+        prefix = shard.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        try:
+            header = json.loads(shard.read(length)) if 8 + length <= size else None
+        except ValueError:
+            header = None
+    if not isinstance(header, dict):
+        raise CheckpointError(
+            f"{path / file} is truncated or not a safetensors file ({size:,} bytes).",
+            "download that file again",
+        )
+    header.pop("__metadata__", None)
+    expected = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
+    if size != expected:
+        raise CheckpointError(
+            f"{path / file} has {size:,} bytes, its header says {expected:,}: it is truncated.",
+            "download that file again",
+        )
+    return {
+        name: TensorInfo(
+            file, t["dtype"], tuple(t["shape"]), t["data_offsets"][1] - t["data_offsets"][0]
+        )
+        for name, t in header.items()
+    }

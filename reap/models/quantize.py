@@ -1,0 +1,85 @@
+"""Storing expert matrices in another format, a few experts at a time."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear
+
+from reap.artifacts import Format
+from reap.errors import ReapError
+
+# Dequantized matrices held at once: 32 of K3's experts are 0.7 GB in bfloat16.
+_EXPERTS_AT_ONCE = 32
+
+
+def dequantized(arrays: dict[str, mx.array], format: Format) -> mx.array:
+    """The dense matrix of `arrays` (weight, scales, biases) stored in `format`.
+
+    bfloat16 for the E8M0/E4M3 formats, the scales' dtype for affine.
+    """
+    if format.mode == "dense":
+        return arrays["weight"]
+    return mx.dequantize(
+        arrays["weight"],
+        arrays["scales"],
+        arrays.get("biases"),
+        group_size=format.group_size,
+        bits=format.bits,
+        mode=format.mode,
+    )
+
+
+def quantized(weight: mx.array, format: Format) -> dict[str, mx.array]:
+    """`weight` [..., rows, columns] as MLX's arrays for `format`: weight, scales and biases."""
+    packed, scales, *biases = mx.quantize(
+        weight, format.group_size, format.bits, mode=format.mode
+    )
+    arrays = {"weight": packed, "scales": scales}
+    return arrays | ({"biases": biases[0]} if biases else {})
+
+
+def requantized(
+    arrays: dict[str, mx.array], source: Format, target: Format
+) -> dict[str, mx.array]:
+    """Stacked experts `[experts, …]` from one format to another; as they are if they agree.
+
+    Evaluated in chunks of experts, so that the dense matrices of a large layer are never all in
+    memory. Raises ReapError for a target that is dense while the source is quantized.
+    """
+    if source == target:
+        return {name: mx.contiguous(array) for name, array in arrays.items()}
+    if target.mode == "dense":
+        raise ReapError(f"the source is {source.label}; storing it as {target.label} gains nothing.")
+    chunks: list[dict[str, mx.array]] = []
+    for start in range(0, arrays["weight"].shape[0], _EXPERTS_AT_ONCE):
+        part = {name: a[start : start + _EXPERTS_AT_ONCE] for name, a in arrays.items()}
+        chunk = quantized(dequantized(part, source), target)
+        if "bias" in arrays:
+            chunk["bias"] = part["bias"]
+        mx.eval(chunk)
+        chunks.append(chunk)
+    return {name: mx.concatenate([c[name] for c in chunks]) for name in chunks[0]}
+
+
+def requantized_experts(experts: nn.Module, target: Format) -> nn.Module:
+    """A copy of a resident SwitchGLU or SwitchMLP whose projections are stored in `target`."""
+    copy = type(experts).__new__(type(experts))
+    nn.Module.__init__(copy)
+    for name, part in experts.items():
+        copy[name] = _requantized_linear(part, target) if "weight" in part else part
+    return copy.eval()
+
+
+def _requantized_linear(part: nn.Module, target: Format) -> nn.Module:
+    source = Format(8 * part["weight"].dtype.size, 1, "dense")
+    if "scales" in part:
+        source = Format(part.bits, part.group_size, part.mode)
+    arrays = {name: array for name, array in part.items() if isinstance(array, mx.array)}
+    copy = QuantizedSwitchLinear.__new__(QuantizedSwitchLinear)
+    nn.Module.__init__(copy)
+    copy.group_size, copy.bits, copy.mode = target.group_size, target.bits, target.mode
+    copy.biases = copy.global_scale = None
+    for name, array in requantized(arrays, source, target).items():
+        copy[name] = array
+    return copy

@@ -1,0 +1,417 @@
+"""A model whose weights come and go one decoder layer at a time.
+
+The module tree is mlx-lm's own, built without weights; each layer's tensors go through mlx-lm's
+own `sanitize`, so names and packing are what `mlx_lm.load` would give.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_lm import utils as mlx_lm_utils
+
+from reap.artifacts import Format, ModelSpec, ModuleSpec, MoeLayer, Projection
+from reap.artifacts.files import sha256
+from reap.artifacts.spec import Role
+from reap.errors import CheckpointError
+from reap.models.checkpoint import Checkpoint, open_checkpoint
+from reap.models.families import Family, family_of, text_config
+from reap.models.hooks import submodule
+
+RUNTIME = Path(__file__).with_name("reap_model.py")
+"""The architecture file that exports with uneven counts or two banks carry with them."""
+
+# What compressed-tensors formats mlx-lm maps onto MLX's own without loss.
+_PACKED_FORMATS = ("mxfp4-pack-quantized",)
+
+
+class SourceModel:
+    """A checkpoint as an mlx-lm model with no weights resident until they are asked for.
+
+    `model` is the mlx-lm module tree, `layers` its decoder layers, `moe_layers` the indices of
+    those with routed experts.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, trust_remote_code: bool = False) -> None:
+        self.checkpoint = checkpoint
+        self.config = mlx_lm_utils.load_config(checkpoint.path)
+        self.family: Family = family_of(self.config)
+        _refuse_unknown_quantization(self.config)
+        model_class, args_class = self._classes(trust_remote_code)
+        try:
+            self.model: nn.Module = model_class(args_class.from_dict(self.config))
+        except (ValueError, TypeError, KeyError) as error:
+            raise CheckpointError(
+                f"mlx-lm cannot build {checkpoint.name} from its config.json: {error}"
+            ) from error
+        self.model.eval()
+        self.layers: list[nn.Module] = self.model.layers
+        self._names = checkpoint.by_layer(self.family.carried)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        absent = [i for i in range(len(self.layers)) if i not in self._names]
+        if absent:
+            raise CheckpointError(f"{checkpoint.path} has no tensors for layer {absent[0]}.")
+        self.moe_layers = [i for i in range(len(self.layers)) if self._has_experts(i)]
+
+    def _classes(self, trust_remote_code: bool) -> tuple[Callable[..., nn.Module], Any]:
+        model_file = self.config.get("model_file")
+        if model_file is None:
+            classes: tuple[Callable[..., nn.Module], Any] = mlx_lm_utils._get_classes(self.config)
+            return classes
+        shipped = self.checkpoint.path / model_file
+        # Our own runtime is run from the package; anything else is somebody's code.
+        own = shipped.exists() and sha256(shipped) == sha256(RUNTIME)
+        if not own and not trust_remote_code:
+            raise CheckpointError(
+                f"{self.checkpoint.path} brings its own architecture code ({model_file}).",
+                "pass --trust-remote-code if you trust it",
+            )
+        module = _import_file(RUNTIME if own else shipped)
+        return module.Model, module.ModelArgs
+
+    @property
+    def top_k(self) -> int:
+        return int(text_config(self.config)[self.family.top_k])
+
+    @property
+    def num_experts(self) -> int:
+        return int(text_config(self.config)[self.family.num_experts])
+
+    def groups(self) -> tuple[int, int]:
+        """(router groups, groups a token may use)."""
+        config = text_config(self.config)
+        if not self.family.n_group:
+            return 1, 1
+        return (
+            int(config.get(self.family.n_group) or 1),
+            int(config.get(self.family.topk_group) or 1),
+        )
+
+    def _has_experts(self, index: int) -> bool:
+        try:
+            submodule(self.layers[index], self.family.experts)
+        except AttributeError:
+            return False
+        return True
+
+    def experts(self, index: int) -> nn.Module:
+        return submodule(self.layers[index], self.family.experts)
+
+    def block(self, index: int) -> nn.Module:
+        return submodule(self.layers[index], self.family.block)
+
+    def layer_prefix(self, index: int) -> str:
+        """Path of a decoder layer in the module tree, e.g. `language_model.model.layers.3`."""
+        if not hasattr(self, "_prefixes"):
+            wanted = {id(layer): i for i, layer in enumerate(self.layers)}
+            self._prefixes = {
+                wanted[id(module)]: path
+                for path, module in self.model.named_modules()
+                if id(module) in wanted
+            }
+        return self._prefixes[index]
+
+    def _args(self) -> Any:
+        args = self.model.args
+        return getattr(args, "text_config", args)
+
+    @contextmanager
+    def _pretend_experts(self, count: int) -> Iterator[None]:
+        """mlx-lm's sanitize stacks as many experts as its arguments say."""
+        args, name = self._args(), self.family.num_experts
+        before = getattr(args, name)
+        setattr(args, name, count)
+        try:
+            yield
+        finally:
+            setattr(args, name, before)
+
+    def layer_weights(self, index: int, kept: tuple[int, ...] | None = None) -> dict[str, mx.array]:
+        """Lazy weights of one decoder layer by module path relative to the layer.
+
+        `kept`: the experts to take, in that order, renumbered from 0; router tensors follow.
+        Experts that the source stores apart and that are not kept are never read.
+        """
+        names = self._names[index]
+        if kept is None or index not in self.moe_layers:
+            return self._sanitized(self.checkpoint.load(names), self.layer_prefix(index))
+        position = {expert: slot for slot, expert in enumerate(kept)}
+        renamed: dict[str, str] = {}
+        apart = False
+        for name in names:
+            match = self.family.source_expert.fullmatch(name)
+            if match is None:
+                renamed[name] = name
+                continue
+            apart = True
+            slot = position.get(int(match["expert"]))
+            if slot is not None:
+                renamed[name] = f"{match['head']}{slot}{match['tail']}"
+        arrays = {renamed[n]: array for n, array in self.checkpoint.load(renamed).items()}
+        with self._pretend_experts(len(kept) if apart else self.num_experts):
+            weights = self._sanitized(arrays, self.layer_prefix(index))
+        take = mx.array(kept)
+        for name, array in weights.items():
+            stacked = not apart and name.startswith(f"{self.family.experts}.")
+            if stacked or self._is_router(name):
+                weights[name] = mx.contiguous(mx.take(array, take, axis=0))
+        return weights
+
+    def _is_router(self, name: str) -> bool:
+        """A router tensor, or the scales and biases of a quantized one; `name` from the layer."""
+        stem, _, leaf = name.rpartition(".")
+        return any(
+            name == router or (leaf in ("scales", "biases") and f"{stem}.weight" == router)
+            for router in self.family.router
+        )
+
+    def trunk_weights(self) -> dict[str, mx.array]:
+        """Lazy weights outside the decoder layers (embeddings, norm, head) by module path."""
+        return self._sanitized(self.checkpoint.load(self._names[None]), "")
+
+    def _sanitized(self, arrays: dict[str, mx.array], prefix: str) -> dict[str, mx.array]:
+        if hasattr(self.model, "sanitize"):
+            arrays = self.model.sanitize(arrays)
+        if not prefix:
+            return arrays
+        foreign = [name for name in arrays if not name.startswith(f"{prefix}.")]
+        if foreign:
+            raise CheckpointError(f"{foreign[0]} does not belong to {prefix}.")
+        return {name.removeprefix(f"{prefix}."): array for name, array in arrays.items()}
+
+    def load_layer(self, index: int) -> None:
+        """Make one decoder layer's weights resident (read when first used)."""
+        self._place(self.layers[index], self.layer_weights(index), self.layer_prefix(index))
+
+    def load_trunk(self) -> None:
+        """Make embeddings, final norm and head resident."""
+        self._place(self.model, self.trunk_weights(), "")
+
+    def _place(self, module: nn.Module, weights: dict[str, mx.array], prefix: str) -> None:
+        def predicate(path: str, part: nn.Module) -> bool | dict[str, Any]:
+            if not hasattr(part, "to_quantized") or f"{path}.scales" not in weights:
+                return False
+            return dict(mlx_lm_utils.infer_quant_config(path, part, weights))
+
+        nn.quantize(module, class_predicate=predicate)
+        module.eval()
+        if prefix:
+            self._check_complete(module, weights, prefix)
+        module.update(tree_unflatten(list(weights.items())))
+
+    def _check_complete(self, module: nn.Module, weights: dict[str, mx.array], prefix: str) -> None:
+        """Names and shapes against the module tree; load_weights(strict) would need all layers."""
+        wanted = dict(tree_flatten(module.parameters()))
+        shapes = self._shapes
+        for name, array in wanted.items():
+            shapes.setdefault(f"{prefix}.{name}", array.shape)
+        missing = sorted(set(wanted) - set(weights))
+        extra = sorted(set(weights) - set(wanted))
+        if missing or extra:
+            what = f"lacks {missing[0]}" if missing else f"has an unexpected {extra[0]}"
+            raise CheckpointError(f"{self.checkpoint.path}: {prefix} {what}.")
+        for name, array in weights.items():
+            if array.shape != shapes[f"{prefix}.{name}"]:
+                raise CheckpointError(
+                    f"{self.checkpoint.path}: {prefix}.{name} has shape {array.shape}, the model "
+                    f"expects {shapes[f'{prefix}.{name}']}."
+                )
+
+    def release_layer(self, index: int) -> None:
+        """Drop one layer's weights."""
+        layer = self.layers[index]
+        layer.update(tree_map(lambda _: mx.array([]), layer.parameters()))
+        mx.clear_cache()
+
+    def carried_names(self) -> list[str]:
+        """Tensors that the language model does not load and the export copies as they are."""
+        return [n for n in self.checkpoint.tensors if n.startswith(self.family.carried)]
+
+    def spec(self) -> ModelSpec:
+        """Shapes, formats and bytes of everything; reads headers only."""
+        modules: list[ModuleSpec] = []
+        moe_layers: list[MoeLayer] = []
+        self.load_trunk()
+        inside = tuple(f"{self.layer_prefix(i)}." for i in range(len(self.layers)))
+        modules += self._module_specs(
+            self.model, "", None, lambda path: f"{path}.".startswith(inside)
+        )
+        for index, layer in enumerate(self.layers):
+            self.load_layer(index)
+            prefix = self.layer_prefix(index)
+            experts = f"{prefix}.{self.family.experts}"
+            modules += self._module_specs(
+                layer, prefix, index, lambda path, e=experts: f"{path}.".startswith(f"{e}.")
+            )
+            if index in self.moe_layers:
+                moe_layers.append(self._moe_layer(index, experts))
+            self.release_layer(index)
+        fixed, per_token = self.family.state(text_config(self.config))
+        n_group, topk_group = self.groups()
+        return ModelSpec(
+            model=self.checkpoint.name,
+            revision=self.checkpoint.revision,
+            config_sha256=self.checkpoint.config_sha256,
+            model_type=self.family.model_type,
+            parameters=sum(m.elements for m in modules)
+            + sum(
+                self.num_experts * p.rows * p.columns
+                for moe in moe_layers
+                for p in moe.projections
+            ),
+            num_layers=len(self.layers),
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            n_group=n_group,
+            topk_group=topk_group,
+            modules=tuple(modules),
+            moe_layers=tuple(moe_layers),
+            state_bytes_fixed=fixed,
+            state_bytes_per_token=per_token,
+            carried_bytes=sum(self.checkpoint.tensors[n].nbytes for n in self.carried_names()),
+        )
+
+    def _moe_layer(self, index: int, path: str) -> MoeLayer:
+        projections = []
+        for name, part in self.experts(index).named_modules():
+            if "weight" not in part:
+                continue
+            scale = part.get("scales")
+            dense = part["weight"].dtype if scale is None else _unpacked_dtype(part)
+            projections.append(
+                Projection(
+                    name=name,
+                    rows=part["weight"].shape[1],
+                    columns=part.input_dims,
+                    dtype=_dtype(dense),
+                    format=_format(part),
+                    bias_bytes=part["bias"][0].nbytes if "bias" in part else 0,
+                )
+            )
+        layer = self.layers[index]
+        loose = 0
+        for name in self.family.router:
+            owner, _, leaf = name.rpartition(".")
+            module = submodule(layer, owner)
+            if not (leaf == "weight" and _is_matrix(module)):
+                loose += submodule(layer, name)[0].nbytes
+        return MoeLayer(
+            index, path, tuple(sorted(projections, key=lambda p: p.name)), router_row_bytes=loose
+        )
+
+    def _module_specs(
+        self, root: nn.Module, prefix: str, layer: int | None, skip: Callable[[str], bool]
+    ) -> Iterator[ModuleSpec]:
+        """One spec per module that owns arrays, except router tensors that are loose arrays."""
+        keep_dense = getattr(self.model, "quant_predicate", None) or (lambda path, module: True)
+        for name, module in root.named_modules():
+            path = ".".join(part for part in (prefix, name) if part)
+            arrays = {
+                key: value
+                for key, value in module.items()
+                if isinstance(value, mx.array) and not key.startswith("_")
+            }
+            relative = [f"{name}.{key}" if name else key for key in arrays]
+            if skip(path) or not arrays:
+                continue
+            matrix = _is_matrix(module)
+            is_router = layer is not None and f"{name}.weight" in self.family.router
+            if not matrix:
+                routers = [k for k, r in zip(arrays, relative) if r in self.family.router]
+                for key in routers if layer is not None else []:
+                    del arrays[key]
+                if not arrays:
+                    continue
+            role: Role = "fixed"
+            if matrix and is_router:
+                role = "router"
+            elif matrix and keep_dense(path, module) is not False:
+                role = "embedding" if layer is None else "trunk"
+            packed = ("weight", "scales", "biases") if matrix and role != "fixed" else ()
+            other = sum(v.nbytes for key, v in arrays.items() if key not in packed)
+            weight = arrays.get("weight")
+            yield ModuleSpec(
+                path=path,
+                layer=layer,
+                role=role,
+                elements=_elements(module) if packed else 0,
+                width=_width(module) if packed else 0,
+                dtype=_dtype(_unpacked_dtype(module)) if weight is not None else "float32",
+                format=_format(module) if packed else Format(32, 1, "dense"),
+                other_bytes=other,
+            )
+
+
+def open_source(model: str, *, trust_remote_code: bool = False) -> SourceModel:
+    """Open a checkpoint directory or hub id. Raises CheckpointError; reads headers only."""
+    return SourceModel(open_checkpoint(model), trust_remote_code=trust_remote_code)
+
+
+def _import_file(path: Path) -> ModuleType:
+    name = f"reap_runtime_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _refuse_unknown_quantization(config: dict[str, Any]) -> None:
+    if "quantization" in config:
+        return
+    quantization = config.get("quantization_config") or text_config(config).get(
+        "quantization_config"
+    )
+    if not quantization:
+        return
+    method = quantization.get("quant_method")
+    kind = quantization.get("format")
+    if method == "compressed-tensors" and kind in _PACKED_FORMATS:
+        return
+    named = f"{method} {kind}" if kind else str(method)
+    raise CheckpointError(
+        f"the source is quantized as {named}, which reap cannot read yet.",
+        f"supported: bf16/fp16/fp32, MLX-quantized, compressed-tensors {_PACKED_FORMATS[0]}",
+    )
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    """A module whose weight MLX quantizes or has quantized."""
+    return "weight" in module and (hasattr(module, "to_quantized") or "scales" in module)
+
+
+def _format(module: nn.Module) -> Format:
+    if "scales" in module:
+        return Format(module.bits, module.group_size, module.mode)
+    return Format(8 * module["weight"].dtype.size, 1, "dense")
+
+
+def _elements(module: nn.Module) -> int:
+    size = int(module["weight"].size)
+    return size * 32 // module.bits if "scales" in module else size
+
+
+def _width(module: nn.Module) -> int:
+    columns = int(module["weight"].shape[-1])
+    return columns * 32 // module.bits if "scales" in module else columns
+
+
+def _unpacked_dtype(module: nn.Module) -> mx.Dtype:
+    """The dtype that scales and biases of an affine requantization would have."""
+    if "scales" not in module:
+        return module["weight"].dtype
+    scales = module["scales"].dtype
+    return scales if mx.issubdtype(scales, mx.floating) else mx.bfloat16
+
+
+def _dtype(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")

@@ -1,0 +1,220 @@
+"""Documents into batches of token sequences."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import yaml
+
+from reap.artifacts import Corpus
+from reap.errors import CalibrationError
+
+
+@dataclass(frozen=True)
+class TextSet:
+    """The documents of one domain. `source` names the set or file, `sha256` is of its bytes."""
+
+    domain: str
+    source: str
+    sha256: str
+    documents: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """Up to a sequence length of consecutive tokens of one document."""
+
+    domain: int
+    document: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of one domain and half, padded on the right.
+
+    tokens int32 [sequences, length]; lengths int64 [sequences]; documents: for each sequence the
+    index of its document within the domain; half 0 or 1: the parity of that index.
+    """
+
+    domain: int
+    half: int
+    tokens: mx.array
+    lengths: np.ndarray
+    documents: tuple[int, ...]
+
+    @property
+    def mask(self) -> np.ndarray:
+        """True where there is a token, bool [sequences, length]."""
+        return np.arange(self.tokens.shape[1])[None, :] < self.lengths[:, None]
+
+
+def data_directory(name: str) -> Path:
+    """`calibration` or `recipes`: inside an installed wheel, else at the top of the repository."""
+    package = Path(__file__).parents[1]
+    installed = package / "_data" / name
+    return installed if installed.is_dir() else package.parent / name
+
+
+def named_sets() -> dict[str, dict[str, Any]]:
+    """The shipped text sets: name → their YAML description."""
+    files = sorted(data_directory("calibration").glob("*.yaml"))
+    return {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
+
+
+def load_texts(names: Sequence[str], *, split: str) -> list[TextSet]:
+    """Text sets by name (all shipped ones if `names` is empty) or local .jsonl / .txt files.
+
+    `split` is "calibration" or "evaluation" and selects the file of a named set. Raises
+    CalibrationError for unknown names, unreadable files and sets without text.
+    """
+    known = named_sets()
+    texts = []
+    for name in names or list(known):
+        if name in known:
+            description = known[name]["splits"][split]
+            path = data_directory("calibration") / description["file"]
+            text = _read(path, known[name]["domain"], name)
+            if text.sha256 != description["sha256"]:
+                raise CalibrationError(f"{path} does not have the checksum of its description.")
+        else:
+            path = Path(name)
+            if not path.is_file():
+                raise CalibrationError(
+                    f"{name} is neither a shipped text set nor a file.",
+                    f"shipped: {', '.join(known)}; or give a .jsonl or .txt file",
+                )
+            text = _read(path, path.name.split(".")[0], name)
+        texts.append(text)
+    domains = [text.domain for text in texts]
+    twice = {domain for domain in domains if domains.count(domain) > 1}
+    if twice:
+        raise CalibrationError(f"two text sets are called {twice.pop()}.", "rename one of the files")
+    return texts
+
+
+def _read(path: Path, domain: str, source: str) -> TextSet:
+    try:
+        raw = path.read_bytes()
+        if path.suffix == ".jsonl":
+            lines = [line for line in raw.decode("utf-8").splitlines() if line.strip()]
+            documents = [json.loads(line)["text"] for line in lines]
+        elif path.suffix == ".txt":
+            documents = [raw.decode("utf-8")]
+        else:
+            raise CalibrationError(
+                f"{path} is of a kind that reap cannot read.",
+                'give .txt or .jsonl with a "text" field',
+            )
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrationError(f"{path} cannot be read: {error}") from None
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise CalibrationError(f'{path} is not JSON lines with a "text" field: {error!r}') from None
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise CalibrationError(f"{path} has no text: 0 tokens to work on.", "give text")
+    return TextSet(domain, source, hashlib.sha256(raw).hexdigest(), tuple(documents))
+
+
+def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
+    """mlx-lm's tokenizer of a model directory. Raises CalibrationError if it needs consent."""
+    from mlx_lm.utils import load_tokenizer as load
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    try:
+        return load(path, {"trust_remote_code": trust_remote_code})
+    except (ValueError, OSError) as error:
+        wants_code = "trust_remote_code" in str(error)
+        raise CalibrationError(
+            f"the tokenizer of {path} cannot be loaded: {str(error).splitlines()[0]}",
+            "pass --trust-remote-code if you trust the code beside it" if wants_code else None,
+        ) from None
+
+
+def sequences(
+    texts: Sequence[TextSet],
+    tokenizer: Any,
+    *,
+    sequence_length: int,
+    tokens: int | None = None,
+    vocab_size: int,
+) -> list[TokenSequence]:
+    """Cut every document into sequences of at most `sequence_length` tokens.
+
+    `tokens` limits the total, an equal share for each domain (a domain with less text gives what
+    it has). Sequences of a single token are dropped: nothing can be predicted from them. Raises
+    CalibrationError if the tokenizer does not belong to the model.
+    """
+    share = None if tokens is None else max(1, tokens // len(texts))
+    found: list[TokenSequence] = []
+    for domain, text in enumerate(texts):
+        left = share
+        for document, content in enumerate(text.documents):
+            ids = tokenizer.encode(content)
+            if ids and max(ids) >= vocab_size:
+                raise CalibrationError(
+                    f"the tokenizer gives id {max(ids)}, the model has {vocab_size} embeddings.",
+                    "the tokenizer files do not belong to this model",
+                )
+            for start in range(0, len(ids), sequence_length):
+                part = ids[start : start + sequence_length]
+                if left is not None:
+                    part = part[:left]
+                    left -= len(part)
+                if len(part) > 1:
+                    found.append(TokenSequence(domain, document, tuple(part)))
+            if left is not None and left <= 0:
+                break
+    if not found:
+        raise CalibrationError("the text has 0 tokens to work on.", "give more text or --tokens")
+    return found
+
+
+def batches(parts: Sequence[TokenSequence], *, tokens_per_batch: int) -> list[Batch]:
+    """Group sequences by domain and half, longest first to waste little on padding."""
+    groups: dict[tuple[int, int], list[TokenSequence]] = defaultdict(list)
+    for part in parts:
+        groups[part.domain, part.document % 2].append(part)
+    made = []
+    for (domain, half), group in sorted(groups.items()):
+        group = sorted(group, key=lambda part: -len(part.tokens))
+        while group:
+            rows = max(1, tokens_per_batch // len(group[0].tokens))
+            made.append(_batch(domain, half, group[:rows]))
+            group = group[rows:]
+    return made
+
+
+def _batch(domain: int, half: int, group: Sequence[TokenSequence]) -> Batch:
+    lengths = np.array([len(part.tokens) for part in group])
+    tokens = np.zeros((len(group), lengths.max()), dtype=np.int32)
+    for row, part in zip(tokens, group):
+        row[: len(part.tokens)] = part.tokens
+    documents = tuple(part.document for part in group)
+    return Batch(domain, half, mx.array(tokens), lengths, documents)
+
+
+def corpora(texts: Sequence[TextSet], parts: Sequence[TokenSequence]) -> tuple[Corpus, ...]:
+    """What was used of each text, for the provenance."""
+    used = []
+    for domain, text in enumerate(texts):
+        mine = [part for part in parts if part.domain == domain]
+        used.append(
+            Corpus(
+                domain=text.domain,
+                source=text.source,
+                sha256=text.sha256,
+                documents=len({part.document for part in mine}),
+                tokens=sum(len(part.tokens) for part in mine),
+            )
+        )
+    return tuple(used)

@@ -1,0 +1,43 @@
+"""Byte sizes as people write them. Imports nothing heavy, so that every command can use it."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from reap.errors import ReapError
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
+
+_SIZE = re.compile(r"(\d+\.?\d*|\.\d+)(e\d+)?\s*([a-z]*)")
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of "512GB", "512GiB", "300 MB", "451e9" or a number; GB = 10^9 and GiB = 2^30.
+
+    Raises ReapError for anything else, also for units that could mean either ("512G").
+    """
+    if isinstance(text, int):
+        size = text
+    else:
+        match = _SIZE.fullmatch(text.strip().lower())
+        unit = _UNITS.get(match[3]) if match else None
+        if match is None or unit is None:
+            raise ReapError(
+                f"{text!r} is not a size.", "write e.g. 512GB (10^9 bytes) or 512GiB (2^30 bytes)"
+            )
+        size = round(Decimal(match[1] + (match[2] or "")) * unit)
+    if size <= 0:
+        raise ReapError(f"a size must be positive, not {text}.")
+    return size
+
+
+def format_size(size: int) -> str:
+    """Decimal units with one digit, at most GB so that sizes of one plan compare: "451.0 GB"."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "KB")):
+        if abs(size) >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size} B"

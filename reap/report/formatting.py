@@ -1,0 +1,95 @@
+"""How the report prints numbers: one way for each kind, GB = 10^9 bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from reap.artifacts.evaluation import Estimate
+
+MISSING = "–"
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The decimal unit in which one report prints all its sizes."""
+
+    name: str
+    factor: int
+
+    @classmethod
+    def for_bytes(cls, largest: int) -> Unit:
+        """The unit in which the largest size of the report is at least 1."""
+        for name, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+            if largest >= factor:
+                return cls(name, factor)
+        return cls("B", 1)
+
+    def number(self, size: int) -> str:
+        return decimal(size / self.factor, 0 if self.factor == 1 else 2)
+
+    def text(self, size: int) -> str:
+        return f"{self.number(size)} {self.name}"
+
+
+def decimal(value: float, digits: int) -> str:
+    """`value` with thousands separators and a real minus sign; "–" if it is not a number."""
+    if not math.isfinite(value):
+        return MISSING
+    text = f"{value:,.{digits}f}"
+    if not float(text.replace(",", "")):
+        text = text.lstrip("-")
+    return text.replace("-", "−")
+
+
+def count(value: int) -> str:
+    return f"{value:,}".replace("-", "−")
+
+
+def percent(fraction: float, digits: int = 1) -> str:
+    return f"{decimal(100 * fraction, digits)} %" if math.isfinite(fraction) else MISSING
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """`digits` significant digits, as a power of ten where that is shorter."""
+    if not math.isfinite(value):
+        return MISSING
+    if value == 0:
+        return "0"
+    exponent = math.floor(math.log10(abs(value)))
+    if exponent < -4 or exponent > 6:
+        mantissa = f"{value / 10.0**exponent:.{digits - 1}f}".replace("-", "−")
+        return f"{mantissa} × 10{str(exponent).translate(_SUPERSCRIPT)}"
+    return decimal(value, max(digits - 1 - exponent, 0))
+
+
+def digits_for(values: Iterable[float], least: int, most: int = 7) -> int:
+    """Decimals that show two significant digits of the smallest positive value of a column."""
+    positive = [v for v in values if v > 0 and math.isfinite(v)]
+    if not positive:
+        return least
+    return min(max(least, 1 - math.floor(math.log10(min(positive)))), most)
+
+
+def plus_minus(estimate: Estimate | None, digits: int, factor: float = 1) -> str:
+    """ "value ± standard error"; without the error where one document gives none."""
+    if estimate is None:
+        return MISSING
+    value = decimal(factor * estimate.value, digits)
+    if not math.isfinite(estimate.error):
+        return value
+    return f"{value} ± {decimal(factor * estimate.error, digits)}"
+
+
+def tick(value: float) -> str:
+    """A tick label: short, and a power of ten outside 0.001 … 999,999."""
+    if value == 0:
+        return "0"
+    exponent = math.floor(math.log10(abs(value)) + 1e-9)
+    if exponent < -3 or exponent > 5:
+        mantissa = value / 10.0**exponent
+        power = f"10{str(exponent).translate(_SUPERSCRIPT)}"
+        return power if abs(mantissa - 1) < 1e-6 else f"{mantissa:g}·{power}".replace("-", "−")
+    return f"{round(value, 10):,.10f}".rstrip("0").rstrip(".").replace("-", "−")

@@ -1,0 +1,264 @@
+"""The report's tables: every chart has its numbers in one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from reap.artifacts.provenance import Corpus
+from reap.report.data import ReportData, band
+from reap.report.formatting import (
+    MISSING,
+    count,
+    decimal,
+    digits_for,
+    percent,
+    plus_minus,
+    significant,
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as text; the first `text_columns` columns (and `wrapped` ones) are words. `strong`
+    names the rows to stress."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    text_columns: int = 1
+    strong: frozenset[int] = frozenset()
+
+
+def tabulate(data: ReportData) -> dict[str, Table]:
+    """All tables that the data allows, by name."""
+    tables = {
+        "budget": _budget(data),
+        "layers": _layers(data),
+        "curves": _curves(data),
+        "domains": _domains(data),
+        "calibration": _corpora("Calibration text", data.calibration),
+        "files": _files(data),
+        "settings": Table("Settings of the plan", ("setting", "value"), data.settings, 2),
+    }
+    if data.scores:
+        tables["scores"] = _scores(data)
+        tables["evaluation"] = _corpora("Evaluation text", data.evaluation_text)
+    if data.kl_quantiles:
+        tables["quantiles"] = Table(
+            "Quantiles of the KL divergence over tokens",
+            ("percentile", "nats"),
+            tuple((f"{p:g} %", significant(nats)) for p, nats in data.kl_quantiles),
+        )
+    if len(data.contenders) > 1 or (data.contenders and not data.contenders[0].own):
+        tables["rivals"] = _rivals(data)
+    if data.measured is not None:
+        tables["drop"] = _drop(data)
+    if data.alternatives:
+        tables["damage"] = _damage(data)
+    return tables
+
+
+def _budget(data: ReportData) -> Table:
+    rows = [
+        (part.name, data.unit.number(part.bytes), percent(part.bytes / data.budget),
+         count(part.bytes))
+        for part in data.slices
+    ]  # fmt: skip
+    rows.append(("Budget", data.unit.number(data.budget), percent(1.0), count(data.budget)))
+    return Table(
+        "Memory budget",
+        ("part", data.unit.name, "share", "bytes"),
+        tuple(rows),
+        strong=frozenset({len(rows) - 1}),
+    )
+
+
+def _layers(data: ReportData) -> Table:
+    rows = tuple(
+        (
+            str(x.layer),
+            count(x.kept),
+            count(x.high),
+            count(x.low),
+            percent(x.kept / data.spec.num_experts, 0),
+            percent(x.mass),
+            MISSING if x.agreement is None else decimal(x.agreement, 2),
+            count(x.never),
+            count(x.rare),
+        )
+        for x in data.layers
+    )
+    columns = ("layer", "kept", "high", "low", "of experts", "of energy", "halves agree",
+               "never routed", "rarely routed")  # fmt: skip
+    return Table("Every layer", columns, rows)
+
+
+def _curves(data: ReportData) -> Table:
+    parts = (0.1, 0.25, 0.5, 0.75)
+    rows = tuple(
+        (
+            f"layer {curve.layer}",
+            *(
+                percent(float(curve.cumulative[max(round(p * len(curve.cumulative)), 1) - 1]))
+                for p in parts
+            ),
+            percent(float(curve.cumulative[curve.kept - 1]) if curve.kept else 0.0),
+        )
+        for curve in data.curves
+    )
+    columns = ("share of saliency in", *(f"best {percent(p, 0)}" for p in parts), "kept")
+    return Table("Concentration of the saliency", columns, rows)
+
+
+def _domains(data: ReportData) -> Table:
+    rows = tuple(
+        (
+            mass.domain,
+            count(mass.tokens),
+            percent(mass.kept),
+            percent(mass.high),
+            percent(mass.low),
+            percent(mass.worst),
+            str(mass.worst_layer) if mass.worst_layer >= 0 else MISSING,
+        )
+        for mass in data.domains
+    )
+    columns = ("domain", "tokens", "energy kept", "high bank", "low bank", "worst layer", "which")
+    return Table("Energy kept in each domain", columns, rows)
+
+
+def _corpora(caption: str, corpora: Sequence[Corpus]) -> Table:
+    rows = tuple(
+        (c.domain, c.source, c.sha256, count(c.documents), count(c.tokens)) for c in corpora
+    )
+    return Table(caption, ("domain", "source", "sha256", "documents", "tokens"), rows, 3)
+
+
+def _files(data: ReportData) -> Table:
+    rows = tuple(
+        (file.kind, file.name, file.provenance.reap_version, file.provenance.command,
+         file.sha256 or MISSING)
+        for file in data.files
+    )  # fmt: skip
+    return Table("Files", ("kind", "file", "reap", "command", "sha256"), rows, 5)
+
+
+def _scores(data: ReportData) -> Table:
+    kl_digits = digits_for([s.kl.value for s in data.scores if s.kl], 4)
+    rows = [
+        (
+            score.domain,
+            count(score.documents),
+            count(score.tokens),
+            plus_minus(score.base_perplexity, 3),
+            plus_minus(score.perplexity, 3),
+            plus_minus(score.kl, kl_digits),
+            band(score.kl.value) if score.kl else MISSING,
+            plus_minus(score.same_top, 2, 100),
+        )
+        for score in data.scores
+    ]
+    rows.append(
+        (
+            "all",
+            count(data.evaluated_documents),
+            count(data.evaluated_tokens),
+            plus_minus(data.base_perplexity, 3),
+            plus_minus(data.perplexity, 3),
+            plus_minus(data.mean_kl, kl_digits),
+            band(data.mean_kl.value) if data.mean_kl else MISSING,
+            plus_minus(data.same_top, 2),
+        )
+    )
+    columns = ("domain", "documents", "tokens", "perplexity, original", "perplexity, this plan",
+               "KL, nats", "band", "same top token, %")  # fmt: skip
+    return Table("Quality by domain", columns, tuple(rows), strong=frozenset({len(rows) - 1}))
+
+
+def _rivals(data: ReportData) -> Table:
+    known = [c for c in data.contenders if c.kl]
+    digits = digits_for([c.kl.value for c in known if c.kl], 4)
+    own = data.contenders[0] if data.contenders[0].own else None
+    rows = []
+    for c in data.contenders:
+        interval = MISSING
+        if c.interval is not None:
+            low, high = c.interval
+            interval = f"{_signed(low, digits)} … {_signed(high, digits)}"
+        size = c.weight_bytes / own.weight_bytes if own and own.weight_bytes else float("nan")
+        rows.append(
+            (
+                c.label,
+                data.unit.number(c.weight_bytes),
+                percent(size),
+                data.unit.number(c.expert_bytes),
+                plus_minus(c.perplexity, 3),
+                plus_minus(c.kl, digits),
+                _signed(c.difference.value, digits) if c.difference else MISSING,
+                interval,
+                c.outcome or "this plan",
+            )
+        )
+    unit = data.unit.name
+    columns = ("recipe", f"weights, {unit}", "size vs. plan", f"experts, {unit}", "perplexity",
+               "mean KL, nats", "plan − recipe", "95 % interval", "outcome")  # fmt: skip
+    return Table(
+        "This plan and plain recipes",
+        columns,
+        tuple(rows),
+        strong=frozenset({0}) if own else frozenset(),
+    )
+
+
+def _signed(value: float, digits: int) -> str:
+    text = decimal(value, digits)
+    return f"+{text}" if value > 0 and float(text.replace(",", "")) > 0 else text
+
+
+def _drop(data: ReportData) -> Table:
+    measured = data.measured
+    assert measured is not None
+    columns = [
+        "layer",
+        *(f"{count(n)} kept" for n in measured.kept.tolist()),
+        "at the plan's count",
+    ]
+    for trial in measured.trials:
+        columns += [f"all at {trial.label}", "dropping, same bytes"]
+    if measured.drop_kl.size:
+        columns.append(f"KL alone, {count(measured.kl_kept)} kept")
+    if measured.low_kl.size:
+        columns.append("KL alone, low bits")
+    rows = []
+    for index, facts in enumerate(data.layers):
+        cells = [str(facts.layer)]
+        cells += [significant(float(e), 2) for e in measured.drop[index]]
+        cells.append(significant(float(measured.at_plan[index]), 2))
+        for trial in measured.trials:
+            cells += [
+                significant(float(trial.low[index]), 2),
+                significant(float(trial.drop[index]), 2),
+            ]
+        cells += [
+            significant(float(divergence[index]), 2)
+            for divergence in (measured.drop_kl, measured.low_kl)
+            if divergence.size
+        ]
+        rows.append(tuple(cells))
+    return Table("Relative squared error of each layer's output", tuple(columns), tuple(rows))
+
+
+def _damage(data: ReportData) -> Table:
+    def row(name: str, value: float) -> tuple[str, str, str]:
+        ratio = value / data.damage if data.damage > 0 else float("nan")
+        return name, significant(value, 4), decimal(ratio, 2)
+
+    rows = [
+        row("no plan can be below", data.lower_bound),
+        row("this plan", data.damage),
+        *(row(name, value) for name, value in data.alternatives),
+    ]
+    return Table(
+        "Predicted damage", ("recipe", "damage", "× this plan"), tuple(rows), strong=frozenset({1})
+    )
