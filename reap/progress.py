@@ -4,7 +4,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called often: `doing` in words, and how much of `total` is done, in tokens × layers."""
+    """Called often: `doing` in words, and how much of `total` is done, in tokens or steps."""
 
     def __call__(self, doing: str, done: int, total: int) -> None: ...
 

@@ -34,7 +34,7 @@ from reap.planning.planner import (
     UNIFORM_TWO_BANK,
 )
 from reap.planning.settings import budget_for, reserved
-from reap.planning.solver import Problem, Solution, solve, uniform
+from reap.planning.solver import Problem, Solution, _best_within, _respond, solve, uniform
 
 MXFP4 = Format(4, 32, "mxfp4")
 BF16 = Format(16, 0, "dense")
@@ -58,7 +58,7 @@ def make_spec(
         ModuleSpec(
             "model.embed_tokens", None, "embedding", 512 * hidden, hidden, "bfloat16", BF16, 0
         ),
-        ModuleSpec("model.norm", None, "fixed", 0, 0, "bfloat16", BF16, 2 * hidden),
+        ModuleSpec("model.conv", None, "fixed", 4 * hidden, hidden, "bfloat16", BF16, 2 * hidden),
         ModuleSpec("lm_head", None, "trunk", 512 * hidden, hidden, "bfloat16", BF16, 0),
         ModuleSpec("model.odd", None, "trunk", 10 * 48, 48, "bfloat16", BF16, 0),
     ]
@@ -287,12 +287,36 @@ def test_solver_bound_holds_when_the_search_is_cut_short(monkeypatch: pytest.Mon
     problem = random_problem(5, 8, 24)
     capacity = capacity_of(problem, 0.4)
     best = solve(problem, capacity)
-    monkeypatch.setattr("reap.planning.solver.MAX_STATES", 2)
-    monkeypatch.setattr("reap.planning.solver.MAX_OPTIONS", 2)
-    rough = solve(problem, capacity)
-    assert best is not None and rough is not None
-    assert_valid(problem, capacity, rough)
-    assert rough.lower_bound < best.damage <= rough.damage <= best.damage * 1.02
+    assert best is not None
+    for limit, value in (("MAX_OPTIONS", 1), ("MAX_STATES", 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"reap.planning.solver.{limit}", value)
+            rough = solve(problem, capacity)
+        assert rough is not None
+        assert_valid(problem, capacity, rough)
+        assert rough.lower_bound < best.damage <= rough.damage <= best.damage * 1.02
+
+
+@pytest.mark.parametrize("two_banks", [True, False])
+@pytest.mark.parametrize("edge", [1, 4])
+def test_steps_of_the_solver(two_banks: bool, edge: int) -> None:
+    """The best response to a price of bytes, and the best choice of each layer within bytes."""
+    problem = random_problem(8, 5, 12, two_banks=two_banks, edge=edge)
+    every = [choices(problem, layer) for layer in range(5)]
+    for price in (0.0, 1e-3, 1e-2, 0.1, 1.0):
+        n, h, least = _respond(problem, price)
+        for layer, options in enumerate(every):
+            expected = min(damage + price * size for _, _, size, damage in options)
+            assert least[layer] == pytest.approx(expected, rel=1e-12)
+            size, damage = next(o[2:] for o in options if o[:2] == (n[layer], h[layer]))
+            assert damage + price * size == pytest.approx(expected, rel=1e-12)
+    for allowance in range(300, 1100, 50):
+        n, h = _best_within(problem, np.full(5, allowance))
+        for layer, options in enumerate(every):
+            expected = min(damage for _, _, size, damage in options if size <= allowance)
+            size, damage = next(o[2:] for o in options if o[:2] == (n[layer], h[layer]))
+            assert size <= allowance
+            assert damage == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("two_banks", [True, False])
@@ -535,6 +559,30 @@ def test_auto_takes_the_simpler_layout_within_two_percent() -> None:
     assert high.layers[0].high == len(high.layers[0].kept)
 
 
+def test_auto_prefers_per_layer_to_a_slightly_better_two_bank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = make_spec(layers=4, experts=32)
+    # Low bits are next to useless: a few experts fill what high ones leave.
+    saliency = make_saliency(spec, kappa=(1.0, 1.0), rho=0.5)
+    size = size_for(spec, 0.6)
+    plans = {
+        layout: plan_with(saliency, size=size, layout=layout)
+        for layout in ("auto", "per-layer", "two-bank")
+    }
+    two_bank = plans["two-bank"]
+    assert two_bank.layout == "two-bank"
+    assert two_bank.damage < plans["per-layer"].damage < 1.02 * two_bank.damage
+    auto = plans["auto"]
+    assert auto.layers == plans["per-layer"].layers
+    assert auto.layout == "per-layer"
+    assert auto.lower_bound == two_bank.lower_bound < auto.damage
+    assert auto.alternatives["best two-bank plan"] == two_bank.damage
+    # What is not known to be the best says so.
+    monkeypatch.setattr("reap.planning.solver.MAX_STATES", 1)
+    assert plan_with(saliency, size=size, layout="two-bank").lower_bound < two_bank.damage
+
+
 def test_the_solver_beats_plain_recipes_and_its_bound_holds() -> None:
     spec = make_spec(layers=4, experts=32)
     saliency = make_saliency(spec, seed=7)
@@ -630,7 +678,10 @@ def test_least_experts_and_least_bank() -> None:
     held = plan_with(saliency, size=size, min_experts=22, layout="two-bank")
     assert min(held.expert_counts[1:]) >= 22 > min(free.expert_counts[1:])
     assert free.damage <= held.damage
+    size = size_for(spec, 0.6)
+    free = plan_with(saliency, size=size, layout="two-bank")
     bank = plan_with(saliency, size=size, min_bank=7, layout="two-bank")
+    assert any(layer.split for layer in bank.layers)
     assert any(0 < layer.high < 7 or 0 < layer.low < 7 for layer in free.layers)
     assert not any(0 < layer.high < 7 or 0 < layer.low < 7 for layer in bank.layers)
     with pytest.raises(ReapError, match="can keep 2 to 32 experts in a layer, not at least 1"):
@@ -715,6 +766,22 @@ def test_budget_too_small_names_what_it_takes() -> None:
     assert e.value.hint == "lower --context, or raise --budget"
 
 
+def test_budget_too_small_for_a_plain_recipe() -> None:
+    spec = make_spec(layers=3, experts=32)
+    layer = spec.moe_layers[0]
+    row = spec.router_row_bytes(layer)
+    smallest = spec.trunk_bytes() + 3 * 8 * (spec.expert_bytes(layer) + row)
+
+    def plain(size: int) -> Plan:
+        return plain_plan(
+            make_saliency(spec), PlanSettings(size=size), recipe="reap", provenance=PROVENANCE
+        )
+
+    assert plain(smallest).expert_counts == [0, 8, 8, 8]
+    with pytest.raises(BudgetError, match=rf"in each layer at mxfp4\) has .* \({smallest} bytes\)"):
+        plain(smallest - 1)
+
+
 @pytest.mark.parametrize("share", [0.0, 0.08, 0.333])
 def test_budget_for_is_the_smallest(share: float) -> None:
     for need in (1, 999, 123_456_789, 10**12 + 7):
@@ -729,7 +796,7 @@ def test_trunk_precision() -> None:
     assert plan_with(saliency, size=size_for(spec, 0.6)).trunk == {}
     plan = plan_with(saliency, size=size_for(spec, 0.6), trunk="4bit")
     four, eight = Format(4, 64, "affine"), Format(8, 64, "affine")
-    # `odd` is 48 wide: no group fits. Norms never change. The router keeps 8 bits.
+    # `odd` is 48 wide: no group fits. What is fixed never changes. The router keeps 8 bits.
     assert plan.trunk == {
         "model.embed_tokens": four,
         "lm_head": four,

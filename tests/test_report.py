@@ -351,8 +351,8 @@ def test_numbers_are_printed_one_way() -> None:
         "0", "0.0412", "12,345", "1.50 × 10⁻⁷", "−3.25 × 10⁻⁹"]  # fmt: skip
     assert [tick(v) for v in (0, 0.001, 1e-5, 3e-5, 20000, 0.30000000000000004)] == [
         "0", "0.001", "10⁻⁵", "3·10⁻⁵", "20,000", "0.3"]  # fmt: skip
-    assert Unit.for_bytes(1_446_500_000_000).text(390_000_000_000) == "390.00 GB"
-    assert Unit.for_bytes(4_000_000).text(1_234_567) == "1.23 MB"
+    assert Unit.for_bytes(1_446_500_000_000).text(390_000_000_000) == "390.00\xa0GB"
+    assert Unit.for_bytes(4_000_000).text(1_234_567) == "1.23\xa0MB"
 
 
 def test_bands_follow_the_usual_names() -> None:
@@ -372,7 +372,7 @@ def test_axis_moves_outliers_to_its_ends_and_ticks_are_inside() -> None:
 
 def test_verdict_says_what_was_kept_and_what_it_cost(data: ReportData, plan: Plan) -> None:
     kept = sum(len(layer.kept) for layer in plan.layers)
-    text = " ".join(data.verdict)
+    text = " ".join(" ".join(data.verdict).split())
     share = 100 * (plan.waterfall.high + plan.waterfall.low) / data.spec.experts_bytes
     assert f"keeps {kept} of 128 experts in {share:.0f} % of their bytes" in text
     assert "in the band “typical 4-bit”" in text
@@ -446,12 +446,12 @@ def test_rivals_are_paired_and_named_only_when_clear(
     found = {c.label: c for c in data.contenders}
     assert data.contenders[0].own and data.contenders[0].outcome == ""
     assert found["frequency"].difference == evaluation.kl_difference(rivals[2])
-    assert found["frequency"].outcome == "this plan is closer"
-    assert found["all experts at 2-bit g128"].outcome == "no clear difference"
+    assert found["frequency"].outcome == "closer"
+    assert found["all experts at 2-bit g128"].outcome == "not clearly different"
     assert found["other text"].outcome == "not comparable: other documents"
     better = make_evaluation(saliency, plan, label="better", kl=0.002)
     data = ReportData.build(saliency, plan, evaluation, [better])
-    assert data.contenders[1].outcome == "this plan is further off"
+    assert data.contenders[1].outcome == "further off"
 
 
 def test_one_document_gives_no_interval(
@@ -460,7 +460,7 @@ def test_one_document_gives_no_interval(
     firsts = [next(d for d in evaluation.documents if d.domain == x) for x in saliency.domains]
     single = replace(evaluation, documents=tuple(firsts))
     data = ReportData.build(saliency, plan, single, [replace(single, label="same")])
-    assert data.contenders[1].outcome == "too few documents to tell"
+    assert data.contenders[1].outcome == "not decided: too few documents"
     assert not re.search(r"\bnan\b", Page(render(data)).words)
     assert data.mean_kl is not None
     assert plus_minus(data.mean_kl, 4) == f"{data.mean_kl.value:.4f}"
@@ -617,6 +617,9 @@ def test_odd_inputs_still_make_a_page(saliency: Saliency, plan: Plan) -> None:
     assert page.open == [] and "keeps all 128 experts" in page.words
     assert "Stability between the halves" in page.words
     assert "no measured errors" in page.words
+    halved = ReportData.build(bare, plan)
+    assert {layer.agreement for layer in halved.layers} == {None}
+    assert "One half of the calibration text is empty" in " ".join(halved.notices)
     identical = make_evaluation(saliency, plan, kl=0.0)
     words = Page(render(ReportData.build(saliency, plan, identical, [identical]))).words
     assert "in the band “identical”" in words

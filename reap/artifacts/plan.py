@@ -157,9 +157,9 @@ class Plan:
         data = read_json(path, format=FORMAT, version=VERSION)
         try:
             plan = cls._from_json(data)
-        except (KeyError, TypeError, ValueError) as error:
+            plan._check(path, data)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ArtifactError(f"{path} is damaged: {error!r}") from None
-        plan._check(path, data)
         return plan
 
     @classmethod
@@ -203,6 +203,10 @@ class Plan:
                 )
         for name in ("expert_counts", "expert_bank_split"):
             derived = getattr(self, name)
+            if len(data[name]) != self.num_layers:
+                raise ArtifactError(
+                    f"{path}: {name} has {len(data[name])} entries for {self.num_layers} layers."
+                )
             if data[name] != derived:
                 index = next(i for i, pair in enumerate(zip(data[name], derived)) if len({*pair}) > 1)
                 raise ArtifactError(
@@ -212,7 +216,8 @@ class Plan:
                 )
         written = {name: Format(**fmt) for name, fmt in data["quantization"].items()}
         if written != self.quantization:
-            changed = sorted({*written.items()} ^ {*self.quantization.items()})[0][0]
+            differing = {*written.items()} ^ {*self.quantization.items()}
+            changed = min(name for name, _ in differing)
             raise ArtifactError(
                 f"{path}: `quantization` disagrees with high, low and trunk at {changed}.",
                 "edit `high`, `low` or `trunk`, and `quantization` with them",

@@ -144,6 +144,47 @@ class Saliency:
                     "the model's weights or its forward pass are broken there",
                 )
 
+    def merged(self, other: Saliency, *, provenance: Provenance) -> Saliency:
+        """The sums of two runs of one model; a domain that both have is added up.
+
+        A measurement cannot be added (each run drops in its own order): the one on more tokens is
+        kept. Raises ArtifactError if the runs are not of the same model.
+        """
+        for name in ("config_sha256", "num_experts", "top_k"):
+            mine, theirs = getattr(self.spec, name), getattr(other.spec, name)
+            if mine != theirs:
+                raise ArtifactError(
+                    f"{self.spec.model} and {other.spec.model} are not the same model: {name} is "
+                    f"{mine} and {theirs}."
+                )
+        domains = tuple(sorted({*self.domains, *other.domains}))
+
+        def placed(one: Saliency, name: str) -> NDArray:
+            array = getattr(one, name)
+            shape = (array.shape[0], len(domains), *array.shape[2:])
+            out = np.zeros(shape, array.dtype)
+            out[:, [domains.index(domain) for domain in one.domains]] = array
+            return out
+
+        sums = {
+            name: (np.maximum if name == "max_norm" else np.add)(
+                placed(self, name), placed(other, name)
+            )
+            for name in ("count", "tokens", *_SUMS)
+        }
+        measured = [m for m in (self.measurement, other.measurement) if m is not None]
+        return Saliency(
+            provenance=provenance,
+            spec=self.spec,
+            domains=domains,
+            measurement=max(
+                measured,
+                key=lambda m: (m.tokens.sum(), m.drop_error.tobytes()),
+                default=None,
+            ),
+            **sums,
+        )
+
     def save(self, path: Path, *, force: bool = False) -> None:
         """Write a safetensors file: arrays as they are, the rest as JSON in the metadata."""
         arrays = {name: getattr(self, name) for name in ("count", "tokens", *_SUMS)}
@@ -182,17 +223,20 @@ class Saliency:
             for name in list(arrays)
             if name.startswith("measurement.")
         }
-        measurement = None
-        if measured:
-            formats = tuple(Format(**f) for f in header["measured_formats"])
-            measurement = Measurement(formats=formats, **measured)
-        return cls(
-            provenance=Provenance.from_json(header["provenance"]),
-            spec=ModelSpec.from_json(header["spec"]),
-            domains=tuple(header["domains"]),
-            measurement=measurement,
-            **arrays,
-        )
+        try:
+            measurement = None
+            if measured:
+                formats = tuple(Format(**f) for f in header["measured_formats"])
+                measurement = Measurement(formats=formats, **measured)
+            return cls(
+                provenance=Provenance.from_json(header["provenance"]),
+                spec=ModelSpec.from_json(header["spec"]),
+                domains=tuple(header["domains"]),
+                measurement=measurement,
+                **arrays,
+            )
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ArtifactError(f"{path} is damaged: {error!r}") from None
 
 
 _SUMS = (

@@ -76,7 +76,7 @@ def calibrate(
         tokenizer,
         sequence_length=settings.sequence_length,
         tokens=settings.tokens,
-        vocab_size=_vocabulary(source),
+        vocab_size=source.vocabulary,
     )
     rows = _MAX_ROUTED_ROWS // spec.top_k
     made = batches(parts, tokens_per_batch=min(settings.batch_tokens, rows))
@@ -109,11 +109,6 @@ def calibrate(
     )
     saliency.check()
     return saliency
-
-
-def _vocabulary(source: SourceModel) -> int:
-    args = source.model.args
-    return int(getattr(args, "text_config", args).vocab_size)
 
 
 def _usable(formats: Sequence[Format], spec: ModelSpec) -> tuple[Format, ...]:
@@ -179,16 +174,15 @@ class _Run:
         forked = frozenset(range(first_probe, len(everything)) if self.sensitivity else ())
         work = sum(int(batch.lengths.sum()) for batch in everything)
         count = len(source.layers)
-        total = work * count
         with LayerStream(
             source.model, source.layers, [b.tokens for b in everything], forked=forked
         ) as stream:
             for index in range(count):
                 source.load_layer(index)
                 layer = _Layer(self, index) if index in source.moe_layers else None
-                done = index * work
+                done = 0
                 for position, batch in enumerate(everything):
-                    self.progress(f"layer {index + 1} of {count}", done, total)
+                    self.progress(f"layer {index + 1} of {count}", (index * work + done) // count, work)
                     if layer is None:
                         stream.step(position)
                     elif position < first_probe:
@@ -200,10 +194,11 @@ class _Run:
                     done += int(batch.lengths.sum())
                 if layer is not None:
                     sums.append(layer.sums)
-                    self.progress(f"measuring layer {index + 1} of {count}", done, total)
+                    passed = (index + 1) * work // count
+                    self.progress(f"measuring layer {index + 1} of {count}", passed, work)
                     layer.measure(stream, forked)
                 source.release_layer(index)
-            self.progress("comparing", total, total)
+            self.progress("comparing", work, work)
             self._compare(stream, forked)
         return sums
 

@@ -86,6 +86,11 @@ class SourceModel:
     def num_experts(self) -> int:
         return int(text_config(self.config)[self.family.num_experts])
 
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding matrix."""
+        return int(self._args().vocab_size)
+
     def groups(self) -> tuple[int, int]:
         """(router groups, groups a token may use)."""
         config = text_config(self.config)
@@ -190,7 +195,18 @@ class SourceModel:
 
     def load_layer(self, index: int) -> None:
         """Make one decoder layer's weights resident (read when first used)."""
-        self._place(self.layers[index], self.layer_weights(index), self.layer_prefix(index))
+        weights = self.layer_weights(index)
+        if mx.default_device() == mx.cpu:
+            # MLX's gather_mm takes only float32 on the CPU; widening 16-bit experts is exact.
+            experts = f"{self.family.experts}."
+            weights = {
+                name: a.astype(mx.float32)
+                if name.startswith(experts) and a.dtype in (mx.bfloat16, mx.float16) and
+                f"{name.rpartition('.')[0]}.scales" not in weights
+                else a
+                for name, a in weights.items()
+            }
+        self._place(self.layers[index], weights, self.layer_prefix(index))
 
     def load_trunk(self) -> None:
         """Make embeddings, final norm and head resident."""
@@ -246,8 +262,8 @@ class SourceModel:
             self.model, "", None, lambda path: f"{path}.".startswith(inside)
         )
         for index, layer in enumerate(self.layers):
-            self.load_layer(index)
             prefix = self.layer_prefix(index)
+            self._place(layer, self.layer_weights(index), prefix)
             experts = f"{prefix}.{self.family.experts}"
             modules += self._module_specs(
                 layer, prefix, index, lambda path, e=experts: f"{path}.".startswith(f"{e}.")

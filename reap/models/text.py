@@ -15,6 +15,7 @@ import numpy as np
 import yaml
 
 from reap.artifacts import Corpus
+from reap.data import data_directory
 from reap.errors import CalibrationError
 
 
@@ -55,13 +56,6 @@ class Batch:
     def mask(self) -> np.ndarray:
         """True where there is a token, bool [sequences, length]."""
         return np.arange(self.tokens.shape[1])[None, :] < self.lengths[:, None]
-
-
-def data_directory(name: str) -> Path:
-    """`calibration` or `recipes`: inside an installed wheel, else at the top of the repository."""
-    package = Path(__file__).parents[1]
-    installed = package / "_data" / name
-    return installed if installed.is_dir() else package.parent / name
 
 
 def named_sets() -> dict[str, dict[str, Any]]:
@@ -151,29 +145,27 @@ def sequences(
     """Cut every document into sequences of at most `sequence_length` tokens.
 
     `tokens` limits the total, an equal share for each domain (a domain with less text gives what
-    it has). Sequences of a single token are dropped: nothing can be predicted from them. Raises
-    CalibrationError if the tokenizer does not belong to the model.
+    it has); first come the beginnings of all documents, then what follows, so that a small share
+    still spans many documents. Sequences of a single token are dropped: nothing can be predicted
+    from them. Raises CalibrationError if the tokenizer does not belong to the model.
     """
     share = None if tokens is None else max(1, tokens // len(texts))
     found: list[TokenSequence] = []
     for domain, text in enumerate(texts):
-        left = share
-        for document, content in enumerate(text.documents):
-            ids = tokenizer.encode(content)
-            if ids and max(ids) >= vocab_size:
-                raise CalibrationError(
-                    f"the tokenizer gives id {max(ids)}, the model has {vocab_size} embeddings.",
-                    "the tokenizer files do not belong to this model",
-                )
-            for start in range(0, len(ids), sequence_length):
-                part = ids[start : start + sequence_length]
-                if left is not None:
-                    part = part[:left]
-                    left -= len(part)
+        encoded = [tokenizer.encode(content) for content in text.documents]
+        largest = max((max(ids) for ids in encoded if ids), default=0)
+        if largest >= vocab_size:
+            raise CalibrationError(
+                f"the tokenizer gives id {largest}, the model has {vocab_size} embeddings.",
+                "the tokenizer files do not belong to this model",
+            )
+        left = sum(map(len, encoded)) if share is None else share
+        for start in range(0, max(map(len, encoded)), sequence_length):
+            for document, ids in enumerate(encoded):
+                part = ids[start : min(start + sequence_length, start + left)]
+                left -= len(part)
                 if len(part) > 1:
                     found.append(TokenSequence(domain, document, tuple(part)))
-            if left is not None and left <= 0:
-                break
     if not found:
         raise CalibrationError("the text has 0 tokens to work on.", "give more text or --tokens")
     return found

@@ -302,10 +302,6 @@ def _plan(
     spec, settings, precision = task.spec, task.settings, task.precision
     kept, high = solution.kept, solution.high
     budget = settings.budget
-    formats = {
-        "high_format": {name: format.label for name, format in precision.high.items()},
-        "low_format": {name: format.label for name, format in precision.low.items()},
-    }
     return Plan(
         provenance=provenance,
         model_type=spec.model_type,
@@ -334,7 +330,7 @@ def _plan(
         damage=solution.damage,
         lower_bound=solution.lower_bound,
         alternatives=dict(sorted(alternatives.items())),
-        settings=asdict(settings) | formats | {"assumed": list(task.model.assumed)} | notes,
+        settings=asdict(settings) | {"assumed": list(task.model.assumed)} | notes,
     )
 
 

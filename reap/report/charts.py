@@ -229,7 +229,7 @@ def _axis_names(canvas: _Canvas, x: Axis, y: Axis) -> None:
 
 def _plot(frame: Frame) -> tuple[float, float, float, float]:
     """Left, right, bottom and top pixel of the plotting area."""
-    return 52.0, frame.width - 14.0, frame.height - 42.0, 26.0
+    return 52.0, frame.width - 20.0, frame.height - 42.0, 26.0
 
 
 def lines(
@@ -348,7 +348,7 @@ def dots(
     height = int(top + pitch * len(rows) + 44)
     frame = Frame(frame.title, frame.description, frame.x_label, "", frame.width, height)
     bottom = height - 42.0
-    across = Axis(*x, left, frame.width - 18.0, log)
+    across = Axis(*x, left, frame.width - 22.0, log)
     canvas = _Canvas(frame)
     for low, high, name in bands:
         if high <= across.low or low >= across.high:
@@ -421,7 +421,8 @@ def scatter(
         if y0 - y1 > 14:
             canvas.add(_text(right - 6, y1 + 13, name, "label", "end"))
     _axes(canvas, across, up)
-    taken: list[tuple[float, float, float]] = []
+    # Names keep clear of every dot and of each other.
+    taken = [(across(m.x) - 8, across(m.x) + 8, up(m.y) + 4) for m in marks]
     names = []
     for mark in sorted(marks, key=lambda m: (-m.y, m.x, m.label)):
         px, py = across(mark.x), up(mark.y)
@@ -442,7 +443,7 @@ def _place_name(
     left: float,
     right: float,
 ) -> Markup:
-    """The mark's name right or left of it, moved down until it covers no other name."""
+    """The mark's name right or left of it, moved down until it covers nothing."""
     text = _shorten(mark.label, 34)
     width = 6.9 * len(text)
     to_right = x + 12 + width < right or x - 12 - width < left

@@ -184,17 +184,17 @@ class Contender:
 
     @property
     def outcome(self) -> str:
-        """What the interval says of this plan against the contender."""
+        """What this plan is against the contender, as the interval says."""
         if self.own:
             return ""
         if self.note:
             return self.note
         if self.interval is None:
-            return "too few documents to tell"
+            return "not decided: too few documents"
         low, high = self.interval
         if high < 0:
-            return "this plan is closer"
-        return "this plan is further off" if low > 0 else "no clear difference"
+            return "closer"
+        return "further off" if low > 0 else "not clearly different"
 
 
 @dataclass(frozen=True)
@@ -596,7 +596,7 @@ def _contender(subject: Evaluation, against: Evaluation | None, *, own: bool = F
 
 def _difference(ours: Evaluation | None, rival: Evaluation) -> tuple[Estimate | None, str]:
     if ours is None:
-        return None, "this plan was not evaluated"
+        return None, "not evaluated"
     if ours.reference is None or rival.reference is None:
         return None, "not comparable: no reference"
     if ours.reference != rival.reference:
@@ -654,8 +654,8 @@ def _verdict(
         )
     compared = [c for c in contenders if c.interval is not None]
     if compared:
-        closer = sum(c.outcome == "this plan is closer" for c in compared)
-        further = sum(c.outcome == "this plan is further off" for c in compared)
+        closer = sum(c.outcome == "closer" for c in compared)
+        further = sum(c.outcome == "further off" for c in compared)
         sentences.append(
             f"Of {len(compared)} plain {'recipe' if len(compared) == 1 else 'recipes'} measured on "
             f"the same documents, it is clearly closer to the original than {closer}, clearly "

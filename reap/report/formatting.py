@@ -31,7 +31,7 @@ class Unit:
         return decimal(size / self.factor, 0 if self.factor == 1 else 2)
 
     def text(self, size: int) -> str:
-        return f"{self.number(size)} {self.name}"
+        return f"{self.number(size)}\N{NO-BREAK SPACE}{self.name}"
 
 
 def decimal(value: float, digits: int) -> str:
@@ -49,7 +49,11 @@ def count(value: int) -> str:
 
 
 def percent(fraction: float, digits: int = 1) -> str:
-    return f"{decimal(100 * fraction, digits)} %" if math.isfinite(fraction) else MISSING
+    return (
+        f"{decimal(100 * fraction, digits)}\N{NO-BREAK SPACE}%"
+        if math.isfinite(fraction)
+        else MISSING
+    )
 
 
 def significant(value: float, digits: int = 3) -> str:

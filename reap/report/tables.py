@@ -197,12 +197,12 @@ def _rivals(data: ReportData) -> Table:
                 plus_minus(c.kl, digits),
                 _signed(c.difference.value, digits) if c.difference else MISSING,
                 interval,
-                c.outcome or "this plan",
+                c.outcome or MISSING,
             )
         )
     unit = data.unit.name
     columns = ("recipe", f"weights, {unit}", "size vs. plan", f"experts, {unit}", "perplexity",
-               "mean KL, nats", "plan − recipe", "95 % interval", "outcome")  # fmt: skip
+               "mean KL, nats", "plan − recipe", "95 % interval", "this plan is")  # fmt: skip
     return Table(
         "This plan and plain recipes",
         columns,

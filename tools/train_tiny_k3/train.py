@@ -90,7 +90,6 @@ def train(model_config: ModelConfig, config: TrainConfig, tokens: Tokens, path: 
     """Train a model from scratch or from the checkpoint at `path`, and return it."""
     torch.set_flush_denormal(True)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.manual_seed(config.seed)
     model = KimiK3(model_config)
     optimizer = _optimizer(model, config)

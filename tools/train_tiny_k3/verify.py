@@ -13,11 +13,8 @@ from pathlib import Path
 import mlx.core as mx
 import mlx_lm
 
-MOST_DIVERGENCE = 1e-3
-"""Mean Kullback-Leibler divergence allowed between torch (float32) and mlx-lm (partly bfloat16)."""
-
-LEAST_AGREEMENT = 0.98
-"""Share of positions at which both must find the same token likeliest."""
+LARGEST_DIFFERENCE = 1e-2
+"""Allowed between the logits of torch and of mlx-lm when both compute in float32."""
 
 Layout = dict[str, tuple[str, tuple[int, ...], str]]
 
@@ -54,20 +51,28 @@ def layout_differences(directory: Path, reference: Path) -> list[str]:
     return differences
 
 
-def compare_logits(out: Path) -> tuple[float, float, float]:
-    """Mean divergence, share of equal likeliest tokens and largest logit difference."""
+def compare_logits(out: Path) -> tuple[float, float]:
+    """Largest logit difference in float32, and mean divergence in the stored data types.
+
+    The second is not judged: bfloat16 rounds router scores, a token near a tie then goes to another
+    expert, and a model that hardly learned yet has ties everywhere.
+    """
     model, tokenizer = mlx_lm.load(str(out / "model"))
-    probe = mx.load(str(out / "work" / "probe.safetensors"))
-    expected = probe["logits"]
-    found = model(probe["tokens"]).astype(mx.float32)
-    log_expected = expected - mx.logsumexp(expected, -1, keepdims=True)
-    log_found = found - mx.logsumexp(found, -1, keepdims=True)
-    divergence = (mx.exp(log_expected) * (log_expected - log_found)).sum(-1).mean().item()
-    agreement = (expected.argmax(-1) == found.argmax(-1)).astype(mx.float32).mean().item()
     text = "def main():\n    return 1 + 2\n"
     if tokenizer.decode(tokenizer.encode(text)) != text:
         raise ValueError("the tokenizer does not give back what it got")
-    return divergence, agreement, mx.abs(expected - found).max().item()
+
+    probe = mx.load(str(out / "work" / "probe.safetensors"))
+    expected = log_softmax(probe["logits"])
+    found = log_softmax(model(probe["tokens"]).astype(mx.float32))
+    divergence = (mx.exp(expected) * (expected - found)).sum(-1).mean().item()
+    model.set_dtype(mx.float32)  # the packed experts stay as they are
+    return mx.abs(model(probe["tokens"]) - probe["logits"]).max().item(), divergence
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """Log probabilities over the last axis."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def main() -> None:
@@ -84,9 +89,10 @@ def main() -> None:
         print(f"layout: {len(differences)} differences, {tensors} tensors in the reference")
         print("\n".join(differences[:20]), file=sys.stderr)
         failed |= bool(differences)
-    divergence, agreement, largest = compare_logits(options.out)
-    print(f"logits: divergence {divergence:.2e}, top-1 {agreement:.2%}, largest {largest:.3f}")
-    failed |= not (divergence <= MOST_DIVERGENCE and agreement >= LEAST_AGREEMENT)
+    largest, divergence = compare_logits(options.out)
+    print(f"logits: largest difference {largest:.1e} in float32")
+    print(f"logits: mean divergence {divergence:.1e} in the stored data types")
+    failed |= not largest <= LARGEST_DIFFERENCE
     sys.exit(1 if failed else 0)
 
 

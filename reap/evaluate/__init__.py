@@ -1,0 +1,5 @@
+"""Evaluation: a checkpoint and text in, perplexity and divergence from a reference out."""
+
+from reap.evaluate.evaluate import EvaluationSettings, evaluate
+
+__all__ = ["EvaluationSettings", "evaluate"]

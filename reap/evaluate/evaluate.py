@@ -1,0 +1,213 @@
+"""Scoring a checkpoint, beside the model it was made from.
+
+Both models run layer by layer over the same batches, so neither has to fit in memory; only the
+hidden states of both are held until their logits are compared, batch by batch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from reap import __version__
+from reap.artifacts import DocumentScore, Evaluation, Provenance
+from reap.errors import ReapError
+from reap.models.divergence import kl_divergence, log_probabilities
+from reap.models.source import SourceModel
+from reap.models.stream import LayerStream
+from reap.models.text import Batch, TextSet, batches, corpora, load_tokenizer, sequences
+from reap.progress import Progress, silent
+
+QUANTILES = (0, 1, 5, 10, 50, 90, 95, 99, 99.9, 100)
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """`tokens`: limit over all domains, None for all text."""
+
+    tokens: int | None = None
+    sequence_length: int = 512
+    batch_tokens: int = 4096
+
+
+def evaluate(
+    checkpoint: SourceModel,
+    texts: Sequence[TextSet],
+    settings: EvaluationSettings,
+    *,
+    reference: SourceModel | None = None,
+    label: str = "",
+    command: str = "",
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> Evaluation:
+    """Perplexity of `checkpoint`, and its divergence from `reference` if there is one.
+
+    Raises ReapError if the two do not share a vocabulary or a logit is not finite.
+    """
+    if reference is not None and reference.vocabulary != checkpoint.vocabulary:
+        raise ReapError(
+            f"{checkpoint.checkpoint.name} has {checkpoint.vocabulary} tokens, the reference "
+            f"{reference.checkpoint.name} {reference.vocabulary}: they cannot be compared."
+        )
+    tokenizer = load_tokenizer(checkpoint.checkpoint.path, trust_remote_code=trust_remote_code)
+    parts = sequences(
+        texts,
+        tokenizer,
+        sequence_length=settings.sequence_length,
+        tokens=settings.tokens,
+        vocab_size=checkpoint.vocabulary,
+    )
+    made = batches(parts, tokens_per_batch=settings.batch_tokens)
+    models = [checkpoint] if reference is None else [checkpoint, reference]
+    sums: dict[tuple[int, int], _Sums] = defaultdict(_Sums)
+    divergences: list[np.ndarray] = []
+    for batch, logits in zip(made, _logits(models, made, progress)):
+        scores = _score(batch, *logits)
+        if "kl" in scores:
+            divergences.append(scores["kl"][batch.mask[:, 1:]])
+        for row, document in enumerate(batch.documents):
+            sums[batch.domain, document].add(scores, row, int(batch.lengths[row]) - 1)
+    quantiles: dict[str, float] = {}
+    if divergences:
+        values = np.percentile(np.concatenate(divergences), QUANTILES)
+        quantiles = {f"{q:g}": float(v) for q, v in zip(QUANTILES, values)}
+    identity = checkpoint.checkpoint
+    inputs = {text.source: text.sha256 for text in texts}
+    if reference is not None:
+        inputs["reference config.json"] = reference.checkpoint.config_sha256
+    experts, base_experts = (
+        _expert_bytes(models[0]),
+        _expert_bytes(models[-1]),
+    )
+    return Evaluation(
+        provenance=Provenance(
+            reap_version=__version__,
+            command=command,
+            model=identity.name,
+            revision=identity.revision,
+            config_sha256=identity.config_sha256,
+            inputs=inputs,
+            corpora=corpora(texts, parts),
+        ),
+        checkpoint=str(identity.path),
+        reference=None if reference is None else reference.checkpoint.name,
+        label=label or identity.name,
+        sequence_length=settings.sequence_length,
+        weight_bytes=_loaded_bytes(checkpoint),
+        expert_bytes=experts,
+        base_expert_bytes=base_experts,
+        documents=tuple(
+            DocumentScore(domain=texts[domain].domain, **asdict(sums[domain, document]))
+            for domain, document in sorted(sums)
+        ),
+        kl_quantiles=quantiles,
+    )
+
+
+@dataclass
+class _Sums:
+    """The fields of DocumentScore while they add up."""
+
+    tokens: int = 0
+    nll: float = 0.0
+    nll_squared: float = 0.0
+    base_nll: float = 0.0
+    base_nll_squared: float = 0.0
+    nll_cross: float = 0.0
+    kl: float = 0.0
+    same_top: int = 0
+    dp: float = 0.0
+    dp_squared: float = 0.0
+
+    def add(self, scores: dict[str, np.ndarray], row: int, tokens: int) -> None:
+        self.tokens += tokens
+        for name, values in scores.items():
+            total = values[row, :tokens].sum()
+            kind = type(getattr(self, name))
+            setattr(self, name, getattr(self, name) + kind(total))
+
+
+def _logits(
+    models: Sequence[SourceModel], made: Sequence[Batch], progress: Progress
+) -> Iterator[list[mx.array]]:
+    """For each batch the log probabilities of every model, [sequences, tokens, vocabulary]."""
+    depth = max(len(model.layers) for model in models)
+    work = sum(int(batch.lengths.sum()) for batch in made)
+    passes = sum(len(model.layers) for model in models)
+    done = 0
+    tokens = [batch.tokens for batch in made]
+    with ExitStack() as stack:
+        streams = []
+        for model in models:
+            model.load_trunk()
+            streams.append(
+                stack.enter_context(LayerStream(model.model, model.layers, tokens))
+            )
+        for index in range(depth):
+            for model, stream in zip(models, streams):
+                if index >= len(model.layers):
+                    continue
+                model.load_layer(index)
+                for position, batch in enumerate(made):
+                    progress(f"layer {index + 1} of {depth}", done // passes, work)
+                    stream.step(position)
+                    done += int(batch.lengths.sum())
+                model.release_layer(index)
+        progress("scoring", work, work)
+        for position in range(len(made)):
+            yield [log_probabilities(stream.finish(position)) for stream in streams]
+
+
+def _score(
+    batch: Batch, log_p: mx.array, base: mx.array | None = None
+) -> dict[str, np.ndarray]:
+    """Figures of each predicted position, float64 [sequences, tokens - 1]."""
+    targets = batch.tokens[:, 1:, None]
+    # The last position of a sequence predicts nothing that is known.
+    own = log_p[:, :-1]
+    chosen = mx.take_along_axis(own, targets, axis=-1).squeeze(-1)
+    scores = {"nll": -chosen}
+    if base is not None:
+        theirs = base[:, :-1]
+        base_chosen = mx.take_along_axis(theirs, targets, axis=-1).squeeze(-1)
+        scores |= {
+            "base_nll": -base_chosen,
+            "kl": kl_divergence(theirs, own),
+            "same_top": own.argmax(axis=-1) == theirs.argmax(axis=-1),
+            "dp": mx.exp(chosen) - mx.exp(base_chosen),
+        }
+    mx.eval(scores)
+    found = {name: np.array(array).astype(np.float64) for name, array in scores.items()}
+    real = batch.mask[:, 1:]
+    for name, values in found.items():
+        if not np.isfinite(values[real]).all():
+            raise ReapError(f"the logits are not finite ({name}).", "the checkpoint is damaged")
+    found["nll_squared"] = found["nll"] ** 2
+    if base is not None:
+        found["base_nll_squared"] = found["base_nll"] ** 2
+        found["nll_cross"] = found["nll"] * found["base_nll"]
+        found["dp_squared"] = found["dp"] ** 2
+    return found
+
+
+def _loaded_bytes(model: SourceModel) -> int:
+    carried = sum(model.checkpoint.tensors[name].nbytes for name in model.carried_names())
+    return model.checkpoint.nbytes - carried
+
+
+def _expert_bytes(model: SourceModel) -> int:
+    """Bytes of routed experts, whether the checkpoint stores them apart or stacked."""
+    stacked = tuple(
+        f"{model.layer_prefix(i)}.{model.family.experts}." for i in model.moe_layers
+    )
+    return sum(
+        info.nbytes
+        for name, info in model.checkpoint.tensors.items()
+        if name.startswith(stacked) or model.family.source_expert.fullmatch(name)
+    )

@@ -1,0 +1,119 @@
+"""README.md of an exported checkpoint: plan, provenance and what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from reap.artifacts import Evaluation, Format, ModelSpec, Plan
+
+_START = "<!-- reap:measured -->"
+_END = "<!-- /reap:measured -->"
+_UNMEASURED = "Not measured yet: run `reap evaluate` on this directory."
+
+
+def model_card(plan: Plan, spec: ModelSpec) -> str:
+    """The card in Markdown, with a place for the measurement."""
+    kept = sum(len(layer.kept) for layer in plan.layers)
+    total = spec.num_experts * len(plan.layers)
+    high = sum(layer.high for layer in plan.layers)
+    water = plan.waterfall
+    trust = plan.layout != "stock"
+    flag = " --trust-remote-code" if trust else ""
+    lines = [
+        "---",
+        "library_name: mlx",
+        "pipeline_tag: text-generation",
+        "tags: [mlx, reap, pruned, mixture-of-experts]",
+        f"base_model: {spec.model}",
+        "---",
+        "",
+        f"# {spec.model}, pruned with reap",
+        "",
+        f"{kept:,} of {total:,} routed experts are kept, {high:,} of them as {_bank(plan.high)}"
+        + (f" and {kept - high:,} as {_bank(plan.low)}" if kept > high else "")
+        + f". Layout: {plan.layout}.",
+        "",
+        "```",
+        f'mlx_lm.generate --model DIR{flag} --prompt "Hello"',
+        "```",
+        "",
+        "## Plan",
+        "",
+        "| part | bytes |",
+        "|---|---:|",
+        f"| experts, high bank | {water.high:,} |",
+        f"| experts, low bank | {water.low:,} |",
+        f"| routers | {water.router:,} |",
+        f"| everything else | {water.trunk:,} |",
+        f"| **loaded weights** | **{water.weights:,}** |",
+        f"| carried, not loaded by mlx-lm | {water.carried:,} |",
+        "",
+        f"Predicted damage {plan.damage:.4g}; no plan under the same constraints is predicted "
+        f"below {plan.lower_bound:.4g}.",
+        "",
+        "## Measured",
+        "",
+        _START,
+        _UNMEASURED,
+        _END,
+        "",
+        "## Provenance",
+        "",
+        f"- source: {spec.model} {spec.revision}".rstrip(),
+        f"- source config.json sha256: `{spec.config_sha256}`",
+        f"- reap {plan.provenance.reap_version}, `{plan.provenance.command or 'library call'}`",
+    ]
+    lines += [f"- {name} sha256: `{digest}`" for name, digest in plan.provenance.inputs.items()]
+    lines += [
+        f"- calibrated on {corpus.domain}: {corpus.tokens:,} tokens of {corpus.documents} documents"
+        for corpus in plan.provenance.corpora
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _bank(formats: dict[str, Format]) -> str:
+    labels = list(dict.fromkeys(format.label for format in formats.values()))
+    if len(labels) == 1:
+        return labels[0]
+    return ", ".join(f"{name} {format.label}" for name, format in formats.items())
+
+
+def add_measurement(checkpoint: Path, evaluation: Evaluation) -> None:
+    """Put an evaluation's figures into the card of a checkpoint that reap wrote."""
+    card = checkpoint / "README.md"
+    if not card.exists():
+        return
+    text = card.read_text(encoding="utf-8")
+    if _START not in text or _END not in text:
+        return
+    before, rest = text.split(_START, 1)
+    after = rest.split(_END, 1)[1]
+    table = "\n".join([_START, *_measured(evaluation), _END])
+    card.write_text(before + table + after, encoding="utf-8")
+
+
+def _measured(evaluation: Evaluation) -> list[str]:
+    compared = evaluation.reference is not None
+    head = "| domain | tokens | perplexity ± SE |"
+    rule = "|---|---:|---:|"
+    if compared:
+        head += " source's | KL ± SE, nats | same top token |"
+        rule += "---:|---:|---:|"
+    lines = [head, rule]
+    for domain in evaluation.domains:
+        score = evaluation.domain_score(domain)
+        row = (
+            f"| {domain} | {score.tokens:,} | {score.perplexity.value:.3f} ± "
+            f"{score.perplexity.error:.3f} |"
+        )
+        if score.base_perplexity and score.kl and score.same_top:
+            row += (
+                f" {score.base_perplexity.value:.3f} | {score.kl.value:.4f} ± {score.kl.error:.4f}"
+                f" | {100 * score.same_top.value:.1f} % |"
+            )
+        lines.append(row)
+    if compared:
+        kl = evaluation.mean_kl
+        lines += ["", f"Mean KL over the domains: {kl.value:.4f} ± {kl.error:.4f} nats."]
+    lines += ["", f"Sequences of {evaluation.sequence_length} tokens; errors clustered by document."]
+    return lines

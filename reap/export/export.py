@@ -1,0 +1,213 @@
+"""Writing the pruned checkpoint: layer by layer, exactly as the plan says, then checked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from reap.artifacts import Format, LayerPlan, ModelSpec, Plan
+from reap.artifacts.files import refuse_existing, sha256, written_whole
+from reap.errors import ReapError
+from reap.export.card import model_card
+from reap.export.verify import verify
+from reap.export.writer import ShardWriter
+from reap.models.quantize import quantized, requantized
+from reap.models.source import RUNTIME, SourceModel
+from reap.progress import Progress, silent
+
+# Weights and what describes them are written anew; everything else beside them is carried over.
+_NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".gguf", ".pth")
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """`nbytes` of all tensors, `loaded_bytes` without those that are only carried."""
+
+    path: Path
+    nbytes: int
+    loaded_bytes: int
+    tensors: int
+
+
+def export(
+    source: SourceModel,
+    plan: Plan,
+    out: Path,
+    *,
+    plan_file: Path,
+    force: bool = False,
+    progress: Progress = silent,
+) -> ExportResult:
+    """Write `plan` applied to `source` as a checkpoint directory `out`.
+
+    The directory appears only when everything is written and has been loaded again and checked.
+    Raises ReapError if plan and model do not belong together, the disk is too small or a check
+    fails.
+    """
+    refuse_existing(out, force)
+    check_plan(source, plan)
+    spec = source.spec()
+    need = plan.waterfall.weights + plan.waterfall.carried
+    _check_space(out, need)
+    with written_whole(out, force=force) as partial:
+        partial.mkdir()
+        writer = ShardWriter(partial)
+        total = len(source.layers) + 1
+        for index in range(len(source.layers)):
+            progress(f"writing layer {index + 1} of {len(source.layers)}", index, total)
+            writer.add(_layer_tensors(source, plan, spec, index))
+            writer.evaluate()
+            mx.clear_cache()
+        progress("writing the rest", len(source.layers), total)
+        trunk = source.trunk_weights()
+        writer.add(_with_formats(trunk, "", plan.trunk))
+        writer.add(source.checkpoint.load(source.carried_names()))
+        writer.close()
+        _copy_files(source.checkpoint.path, partial)
+        config = checkpoint_config(source, plan, spec, plan_file)
+        if "model_file" in config:
+            shutil.copyfile(RUNTIME, partial / RUNTIME.name)
+        (partial / "README.md").write_text(model_card(plan, spec), encoding="utf-8")
+        text = json.dumps(config, indent=2, ensure_ascii=False)
+        (partial / "config.json").write_text(text + "\n", encoding="utf-8")
+        progress("checking what was written", total, total)
+        tensors = verify(partial, source, plan, spec)
+        loaded = writer.total_bytes - spec.carried_bytes
+        if loaded != plan.waterfall.weights:
+            raise ReapError(
+                f"the export has {loaded:,} bytes of weights, the plan says "
+                f"{plan.waterfall.weights:,}.",
+                "this is a bug in reap; please report it with the plan",
+            )
+        return ExportResult(out, writer.total_bytes, loaded, tensors)
+
+
+def check_plan(source: SourceModel, plan: Plan) -> None:
+    """Raise ReapError unless `plan` was made for exactly this model."""
+    made_for = plan.provenance
+    checkpoint = source.checkpoint
+    if made_for.config_sha256 != checkpoint.config_sha256:
+        raise ReapError(
+            f"the plan was made for {made_for.model} (config.json {made_for.config_sha256[:12]}), "
+            f"not for {checkpoint.name} ({checkpoint.config_sha256[:12]}).",
+            "calibrate and plan this model, or give the model the plan was made for",
+        )
+    layers = [layer.layer for layer in plan.layers]
+    if layers != source.moe_layers:
+        raise ReapError(
+            f"the plan has MoE layers {layers}, {checkpoint.name} has {source.moe_layers}."
+        )
+
+
+def _check_space(out: Path, need: int) -> None:
+    parent = next(p for p in out.absolute().parents if p.exists())
+    free = shutil.disk_usage(parent).free
+    if free < need:
+        raise ReapError(
+            f"the checkpoint needs {need:,} bytes, {parent} has {free:,} free.",
+            "free space, or choose another place with --out",
+        )
+
+
+def _layer_tensors(
+    source: SourceModel, plan: Plan, spec: ModelSpec, index: int
+) -> dict[str, mx.array]:
+    """All tensors of one decoder layer by full module path."""
+    layer = next((entry for entry in plan.layers if entry.layer == index), None)
+    weights = source.layer_weights(index, layer.kept if layer else None)
+    prefix = source.layer_prefix(index)
+    experts = f"{source.family.experts}."
+    tensors = {n: a for n, a in weights.items() if layer is None or not n.startswith(experts)}
+    out = _with_formats({f"{prefix}.{n}": a for n, a in tensors.items()}, prefix, plan.trunk)
+    if layer is not None:
+        stacked = {n.removeprefix(experts): a for n, a in weights.items() if n.startswith(experts)}
+        out |= _expert_tensors(stacked, layer, plan, spec)
+    return out
+
+
+def _expert_tensors(
+    stacked: dict[str, mx.array], layer: LayerPlan, plan: Plan, spec: ModelSpec
+) -> dict[str, mx.array]:
+    """The banks of one layer from its kept experts, which are in bank order already."""
+    moe = next(moe for moe in spec.moe_layers if moe.layer == layer.layer)
+    formats = plan.quantization
+    banks = {".high": slice(0, layer.high), ".low": slice(layer.high, None)}
+    if not layer.split:
+        banks = {"": slice(0, None)}
+    out: dict[str, mx.array] = {}
+    for bank, rows in banks.items():
+        for projection in moe.projections:
+            path = f"{moe.experts}{bank}.{projection.name}"
+            arrays = {
+                name.removeprefix(f"{projection.name}."): array[rows]
+                for name, array in stacked.items()
+                if name.startswith(f"{projection.name}.")
+            }
+            stored = requantized(arrays, projection.format, formats[path])
+            out |= {f"{path}.{name}": array for name, array in stored.items()}
+    return out
+
+
+def _with_formats(
+    tensors: dict[str, mx.array], prefix: str, formats: dict[str, Format]
+) -> dict[str, mx.array]:
+    """Quantize the matrices whose module path has a format; the rest stays as it is."""
+    out = dict(tensors)
+    for path, format in formats.items():
+        if f"{path}.weight" not in out or not path.startswith(prefix):
+            continue
+        if f"{path}.scales" in out:
+            raise ReapError(f"{path} is quantized already; plan with --trunk source.")
+        weight = out.pop(f"{path}.weight")
+        out |= {f"{path}.{name}": array for name, array in quantized(weight, format).items()}
+    return out
+
+
+def checkpoint_config(
+    source: SourceModel, plan: Plan, spec: ModelSpec, plan_file: Path
+) -> dict[str, Any]:
+    """config.json of the export: the source's, with counts, banks and formats by module path."""
+    config = json.loads((source.checkpoint.path / "config.json").read_text(encoding="utf-8"))
+    text = config.get("text_config") or config
+    for part in (config, text):
+        part.pop("quantization_config", None)
+        part.pop("quantization", None)
+    text[source.family.num_experts] = max(plan.expert_counts)
+    stored = {m.path: m.format for m in spec.modules if m.format.mode != "dense"}
+    stored |= {path: fmt for path, fmt in plan.quantization.items() if fmt.mode != "dense"}
+    if stored:
+        first = next(iter(plan.high.values()), next(iter(stored.values())))
+        default = first if first.mode != "dense" else next(iter(stored.values()))
+        config["quantization"] = default.to_mlx() | {
+            path: format.to_mlx() for path, format in sorted(stored.items())
+        }
+    config["expert_counts"] = plan.expert_counts
+    config["expert_bank_split"] = plan.expert_bank_split
+    config["reap"] = {
+        "version": plan.provenance.reap_version,
+        "layout": plan.layout,
+        "source": spec.model,
+        "source_revision": spec.revision,
+        "source_num_experts": spec.num_experts,
+        "source_config_sha256": spec.config_sha256,
+        "plan_sha256": sha256(plan_file),
+        "experts": source.family.experts,
+        "router": list(source.family.router),
+    }
+    config.pop("model_file", None)
+    if plan.layout != "stock":
+        config["model_file"] = RUNTIME.name
+    return config
+
+
+def _copy_files(source: Path, out: Path) -> None:
+    """Tokenizer, templates, generation config, custom code and licences, untouched."""
+    for file in sorted(source.iterdir()):
+        written = file.name in ("config.json", "README.md", RUNTIME.name)
+        if file.is_file() and not written and not file.name.endswith(_NOT_COPIED):
+            shutil.copyfile(file, out / file.name)
