@@ -25,7 +25,7 @@ from reap.artifacts import (
 )
 from reap.errors import BudgetError, CalibrationError, ReapError
 from reap.planning import PlanSettings, format_size, make_plan, parse_size, plain_plan
-from reap.planning.damage import damage_model, rank
+from reap.planning.damage import KL_FLOOR, damage_model, rank
 from reap.planning.planner import (
     RECIPES,
     SIMPLER_WITHIN,
@@ -455,6 +455,22 @@ def test_what_was_not_measured_is_assumed_and_said() -> None:
     assert plan.settings["assumed"] == ["kappa = 1", "rho = 0.541 for 2-bit g128"]
     plan = plan_with(make_saliency(make_spec()), size=size_for(make_spec(), 0.6))
     assert plan.settings["assumed"] == []
+
+
+def test_measured_kl_weighs_drops_and_low_bits_apart() -> None:
+    saliency = hand_made()
+    assert saliency.measurement is not None
+    kl = {"kl_kept": np.array([3]), "drop_kl": np.array([0.5]), "low_kl": np.array([0.3])}
+    measured = replace(saliency, measurement=replace(saliency.measurement, **kl))
+    model = damage_model(measured, scores=saliency.score("energy"), high=None, low=TWO)
+    assert model.unit == "nats"
+    # 0.5 nats for an error of 20 / 10 with three experts; 0.3 nats for 60 / 10 at low bits.
+    assert model.drop[0] == pytest.approx(np.array([15, 7, 4.5, 2, 0, 0, 0]) * 0.25)
+    assert model.low[0] == pytest.approx(np.array([0, 3.2, 4.8, 5.6, 6, 6, 6]) * 0.05)
+    kl["drop_kl"] = np.array([-1e-9])
+    negative = replace(saliency, measurement=replace(saliency.measurement, **kl))
+    model = damage_model(negative, scores=saliency.score("energy"), high=None, low=TWO)
+    assert model.drop[0, 3] == pytest.approx(KL_FLOOR)
 
 
 def test_layers_are_compared_by_the_energy_of_their_residual_stream() -> None:

@@ -1,13 +1,16 @@
 """What dropping experts and storing them in fewer bits is predicted to cost, layer by layer.
 
-The damage of a plan is Σ_l a_l · E‖y'_l - y_l‖², y_l the output of layer l's MoE block, and a_l
-the inverse of the energy of the residual stream: squared relative errors, which add up when they
-are independent (second order of the KL divergence). Experts of a layer are ranked once; a plan
-keeps the first n and stores the first h of them in the high bank:
+The damage of a plan is a sum over layers of squared errors E‖y'_l - y_l‖² at the output of the
+MoE block, which add up when they are independent (second order of the KL divergence). Experts of a
+layer are ranked once; a plan keeps the first n and stores the first h of them in the high bank:
 
-    D_l(h, n) = a_l · [drop_l(n) + Q_low(n) - Q_low(h) + Q_high(h)]
+    D_l(h, n) = a_l · drop_l(n) + b_l · [Q_low(n) - Q_low(h) + Q_high(h)]
 
-It does not see that errors of one layer change what later layers do, nor the trunk's precision.
+a_l and b_l turn an error of layer l into nats of KL divergence at the model's output. Calibration
+measures them by changing one layer at a time: a_l with fewer experts, b_l with low bits, because
+dropping shifts the output while rounding only blurs it. Where they were not measured, both are
+the inverse of the residual stream's energy, and damage is a squared relative error.
+Not seen: that errors of one layer change what later layers do, and the trunk's precision.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 ASSUMED_KAPPA = 1.0
+
+KL_FLOOR = 1e-7
+"""Nats; about what float32 logits resolve."""
 
 ASSUMED_RHO = {
     (2, 32, "affine"): 0.385,
@@ -49,18 +55,19 @@ ASSUMED_RHO = {
 
 @dataclass(frozen=True)
 class DamageModel:
-    """The terms of D_l(h, n), per token and relative to the residual stream (a_l included).
+    """The terms of D_l(h, n) per token, layer weights included.
 
     order int64 [L, E]: experts by falling saliency, ties by id; with router groups the best of
     every group, then the second of every group, and so on. drop, low, high float64 [L, E + 1]:
-    a_l · drop_l(n), a_l · Q_low(k), a_l · Q_high(k) by number of experts. assumed: what was not
-    measured but taken from the table, in words.
+    a_l · drop_l(n), b_l · Q_low(k), b_l · Q_high(k) by number of experts. unit: of the damage.
+    assumed: what was not measured but taken from the table, in words.
     """
 
     order: Ints
     drop: Floats
     low: Floats
     high: Floats
+    unit: str
     assumed: tuple[str, ...]
 
     def damage(self, kept: Ints, high: Ints) -> Floats:
@@ -96,7 +103,7 @@ def damage_model(
     order = rank(scores, saliency.spec.n_group)
     curve = _kappa(measured, energy)
     assumed = [] if measured is not None else [f"kappa = {ASSUMED_KAPPA:g}"]
-    weight = _layer_weights(saliency)[:, None]
+    drop_weight, round_weight, unit = _layer_weights(saliency)
 
     def quantization(format: Format | None) -> Floats:
         if format is None:
@@ -104,20 +111,27 @@ def damage_model(
         errors, note = _expert_errors(measured, energy, curve, format)
         if note and note not in assumed:
             assumed.append(note)
-        return weight * _prefix_sums(np.take_along_axis(errors, order, axis=1))
+        return round_weight[:, None] * _prefix_sums(np.take_along_axis(errors, order, axis=1))
 
     ranked = np.take_along_axis(energy, order, axis=1)
     return DamageModel(
         order=order,
-        drop=weight * _drop(curve, ranked),
+        drop=drop_weight[:, None] * _drop(curve, ranked),
         low=quantization(low),
         high=quantization(high),
+        unit=unit,
         assumed=tuple(assumed),
     )
 
 
-def _layer_weights(saliency: Saliency) -> Floats:
-    """a_l float64 [L]: tokens / Σ‖h‖², h the residual stream after the layer."""
+def _layer_weights(saliency: Saliency) -> tuple[Floats, Floats, str]:
+    """(a_l, b_l, unit), float64 [L]; see the module docstring."""
+    measured = saliency.measurement
+    if measured is not None and measured.drop_kl.size and measured.formats:
+        at = int(np.flatnonzero(measured.kept == measured.kl_kept[0])[0])
+        drop = _nats_per_error(measured.drop_kl, measured.drop_error[:, at], measured.tokens)
+        blur = _nats_per_error(measured.low_kl, measured.low_error[0], measured.tokens)
+        return drop, blur, "nats"
     tokens = saliency.tokens.sum(axis=(0, 1))
     energy = saliency.residual_energy.sum(axis=(0, 1))
     if (energy <= 0).any():
@@ -125,7 +139,13 @@ def _layer_weights(saliency: Saliency) -> Floats:
         raise CalibrationError(
             f"the residual stream after layer {layer} has no energy: the layers cannot be compared."
         )
-    return np.asarray(tokens / energy)
+    return tokens / energy, tokens / energy, "relative squared error"
+
+
+def _nats_per_error(kl: Floats, error: Floats, tokens: Ints) -> Floats:
+    """KL per mean squared error. A layer whose KL drowns in rounding is not taken to be free."""
+    per_token = np.maximum(error / tokens, np.finfo(np.float64).tiny)
+    return np.maximum(kl, KL_FLOOR) / per_token
 
 
 def _prefix_sums(values: Floats) -> Floats:

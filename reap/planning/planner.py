@@ -330,7 +330,9 @@ def _plan(
         damage=solution.damage,
         lower_bound=solution.lower_bound,
         alternatives=dict(sorted(alternatives.items())),
-        settings=asdict(settings) | {"assumed": list(task.model.assumed)} | notes,
+        settings=asdict(settings)
+        | {"assumed": list(task.model.assumed), "damage_unit": task.model.unit}
+        | notes,
     )
 
 
