@@ -47,7 +47,7 @@ docs: $(VENV)/.dev
 	$(BIN)/python tools/write_cli_docs.py
 
 reports: $(VENV)/.run
-	$(FAST) $(BIN)/python benchmarks/plain_recipes.py
+	$(FAST) $(BIN)/python benchmarks/plain_recipes.py --write
 
 clean:
 	rm -rf $(VENV) demo runs

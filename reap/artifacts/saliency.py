@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from reap.artifacts.files import check_envelope, written_whole
 from reap.artifacts.provenance import Provenance
@@ -204,7 +204,8 @@ class Saliency:
         }
         arrays = {name: np.ascontiguousarray(array) for name, array in sorted(arrays.items())}
         with written_whole(path, force=force) as partial:
-            save_file(arrays, partial, {"reap": json.dumps(header, sort_keys=True)})
+            # save_file would leave a file that only its owner can read.
+            partial.write_bytes(save(arrays, {"reap": json.dumps(header, sort_keys=True)}))
 
     @classmethod
     def load(cls, path: Path) -> Saliency:
