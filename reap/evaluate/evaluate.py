@@ -20,7 +20,15 @@ from reap.errors import ReapError
 from reap.models.divergence import kl_divergence, log_probabilities
 from reap.models.source import SourceModel
 from reap.models.stream import LayerStream
-from reap.models.text import Batch, TextSet, batches, corpora, load_tokenizer, sequences
+from reap.models.text import (
+    Batch,
+    TextSet,
+    batches,
+    check_length,
+    corpora,
+    load_tokenizer,
+    sequences,
+)
 from reap.progress import Progress, silent
 
 QUANTILES = (0, 1, 5, 10, 50, 90, 95, 99, 99.9, 100)
@@ -55,6 +63,9 @@ def evaluate(
             f"{checkpoint.checkpoint.name} has {checkpoint.vocabulary} tokens, the reference "
             f"{reference.checkpoint.name} {reference.vocabulary}: they cannot be compared."
         )
+    models = [checkpoint] if reference is None else [checkpoint, reference]
+    tokens_per_call = min(model.tokens_per_call for model in models)
+    check_length(settings.sequence_length, tokens_per_call)
     tokenizer = load_tokenizer(checkpoint.checkpoint.path, trust_remote_code=trust_remote_code)
     parts = sequences(
         texts,
@@ -63,8 +74,7 @@ def evaluate(
         tokens=settings.tokens,
         vocab_size=checkpoint.vocabulary,
     )
-    made = batches(parts, tokens_per_batch=settings.batch_tokens)
-    models = [checkpoint] if reference is None else [checkpoint, reference]
+    made = batches(parts, tokens_per_batch=min(settings.batch_tokens, tokens_per_call))
     sums: dict[tuple[int, int], _Sums] = defaultdict(_Sums)
     divergences: list[np.ndarray] = []
     for batch, logits in zip(made, _logits(models, made, progress)):
@@ -81,6 +91,9 @@ def evaluate(
     inputs = {text.source: text.sha256 for text in texts}
     if reference is not None:
         inputs["reference config.json"] = reference.checkpoint.config_sha256
+    plan = identity.config.get("reap", {}).get("plan_sha256")
+    if plan:
+        inputs["plan"] = plan
     experts, base_experts = (
         _expert_bytes(models[0]),
         _expert_bytes(models[-1]),
@@ -94,6 +107,7 @@ def evaluate(
             config_sha256=identity.config_sha256,
             inputs=inputs,
             corpora=corpora(texts, parts),
+            settings=asdict(settings),
         ),
         checkpoint=str(identity.path),
         reference=None if reference is None else reference.checkpoint.name,
@@ -146,9 +160,7 @@ def _logits(
         streams = []
         for model in models:
             model.load_trunk()
-            streams.append(
-                stack.enter_context(LayerStream(model.model, model.layers, tokens))
-            )
+            streams.append(stack.enter_context(LayerStream(model.model, model.layers, tokens)))
         for index in range(depth):
             for model, stream in zip(models, streams):
                 if index >= len(model.layers):
@@ -164,9 +176,7 @@ def _logits(
             yield [log_probabilities(stream.finish(position)) for stream in streams]
 
 
-def _score(
-    batch: Batch, log_p: mx.array, base: mx.array | None = None
-) -> dict[str, np.ndarray]:
+def _score(batch: Batch, log_p: mx.array, base: mx.array | None = None) -> dict[str, np.ndarray]:
     """Figures of each predicted position, float64 [sequences, tokens - 1]."""
     targets = batch.tokens[:, 1:, None]
     # The last position of a sequence predicts nothing that is known.
@@ -203,9 +213,7 @@ def _loaded_bytes(model: SourceModel) -> int:
 
 def _expert_bytes(model: SourceModel) -> int:
     """Bytes of routed experts, whether the checkpoint stores them apart or stacked."""
-    stacked = tuple(
-        f"{model.layer_prefix(i)}.{model.family.experts}." for i in model.moe_layers
-    )
+    stacked = tuple(f"{model.layer_prefix(i)}.{model.family.experts}." for i in model.moe_layers)
     return sum(
         info.nbytes
         for name, info in model.checkpoint.tensors.items()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
@@ -32,16 +34,12 @@ def dequantized(arrays: dict[str, mx.array], format: Format) -> mx.array:
 
 def quantized(weight: mx.array, format: Format) -> dict[str, mx.array]:
     """`weight` [..., rows, columns] as MLX's arrays for `format`: weight, scales and biases."""
-    packed, scales, *biases = mx.quantize(
-        weight, format.group_size, format.bits, mode=format.mode
-    )
+    packed, scales, *biases = mx.quantize(weight, format.group_size, format.bits, mode=format.mode)
     arrays = {"weight": packed, "scales": scales}
     return arrays | ({"biases": biases[0]} if biases else {})
 
 
-def requantized(
-    arrays: dict[str, mx.array], source: Format, target: Format
-) -> dict[str, mx.array]:
+def requantized(arrays: dict[str, mx.array], source: Format, target: Format) -> dict[str, mx.array]:
     """Stacked experts `[experts, …]` from one format to another; as they are if they agree.
 
     Evaluated in chunks of experts, so that the dense matrices of a large layer are never all in
@@ -50,7 +48,9 @@ def requantized(
     if source == target:
         return {name: mx.contiguous(array) for name, array in arrays.items()}
     if target.mode == "dense":
-        raise ReapError(f"the source is {source.label}; storing it as {target.label} gains nothing.")
+        raise ReapError(
+            f"the source is {source.label}; storing it as {target.label} gains nothing."
+        )
     chunks: list[dict[str, mx.array]] = []
     for start in range(0, arrays["weight"].shape[0], _EXPERTS_AT_ONCE):
         part = {name: a[start : start + _EXPERTS_AT_ONCE] for name, a in arrays.items()}
@@ -62,13 +62,16 @@ def requantized(
     return {name: mx.concatenate([c[name] for c in chunks]) for name in chunks[0]}
 
 
-def requantized_experts(experts: nn.Module, target: Format) -> nn.Module:
+def requantized_experts(experts: nn.Module, target: Format) -> Any:
     """A copy of a resident SwitchGLU or SwitchMLP whose projections are stored in `target`."""
-    copy = type(experts).__new__(type(experts))
+    cls: Any = type(experts)
+    copy = cls.__new__(cls)
     nn.Module.__init__(copy)
+    copy.__dict__.update(experts.__dict__)
     for name, part in experts.items():
         copy[name] = _requantized_linear(part, target) if "weight" in part else part
-    return copy.eval()
+    copy.eval()
+    return copy
 
 
 def _requantized_linear(part: nn.Module, target: Format) -> nn.Module:
