@@ -294,13 +294,18 @@ def k3_texts() -> K3Texts:
     return K3Texts(reference, documents, observations)
 
 
-def test_the_sums_of_k3_are_those_of_the_float64_reference(
-    checkpoints: dict[str, Path], k3_texts: K3Texts
-) -> None:
-    corpora = {"ab": k3_texts.documents[:2], "c": k3_texts.documents[2:]}
-    found = saliency_of(checkpoints["kimi_k3"], corpora)
+Observed = list[tuple[int, npt.NDArray[np.int64], Array, Array]]
+K3_CORPORA = {"ab": slice(0, 2), "c": slice(2, None)}
+
+
+def k3_corpora(texts: K3Texts) -> Corpora:
+    return {domain: texts.documents[part] for domain, part in K3_CORPORA.items()}
+
+
+def k3_sums(found: Saliency, texts: K3Texts, observed: list[Observed]) -> dict[str, Array]:
+    """The sums of a loop over what the reference's experts gave, document by document."""
     expected = {name: np.zeros(found.gate.shape) for name in (*SUMS, "count", "max_norm")}
-    for (half, domain), seen in zip(places(corpora), k3_texts.observed, strict=True):
+    for (half, domain), seen in zip(places(k3_corpora(texts)), observed, strict=True):
         for layer, experts, weights, outputs in seen:
             norms = np.linalg.norm(outputs, axis=-1)
             for expert, g, norm in zip(experts, weights, norms, strict=True):
@@ -310,12 +315,53 @@ def test_the_sums_of_k3_are_those_of_the_float64_reference(
                     expected[name][at] += term
                 expected["count"][at] += 1
                 expected["max_norm"][at] = max(expected["max_norm"][at], norm)
+    return expected
+
+
+def test_the_sums_of_k3_are_those_of_a_float64_loop(
+    checkpoints: dict[str, Path], k3_texts: K3Texts
+) -> None:
+    """The reference's MoE block, token by token, on what really enters each block."""
+    found = saliency_of(checkpoints["kimi_k3"], k3_corpora(k3_texts))
+    model = models.load_plain(checkpoints["kimi_k3"])
+    observed: list[Observed] = []
+    for ids in k3_texts.documents:
+        seen: Observed = []
+        with ExitStack() as hooks:
+            for index in found.layers:
+
+                def call(original: Any, x: mx.array, layer: int = index) -> mx.array:
+                    kimi_k3.moe(
+                        float64(x[0]),
+                        k3_texts.reference.layer(layer).inside("block_sparse_moe"),
+                        k3_texts.reference.config,
+                        layer,
+                        None,
+                        lambda layer, _, e, w, y: seen.append((layer, e, w, y)),  # noqa: B023
+                    )
+                    return original(x)
+
+                hooks.enter_context(hooked(model.layers[index].mlp, call))
+            mx.eval(model(mx.array([ids])))
+        observed.append(seen)
+    expected = k3_sums(found, k3_texts, observed)
+    np.testing.assert_array_equal(found.count, expected["count"])
+    for name in (*SUMS, "max_norm"):
+        np.testing.assert_allclose(getattr(found, name), expected[name], 1e-5, err_msg=name)
+
+
+def test_the_sums_of_k3_are_those_of_the_float64_reference(
+    checkpoints: dict[str, Path], k3_texts: K3Texts
+) -> None:
+    """The whole forward pass in float64: float32 drifts over the layers by about 1e-5."""
+    found = saliency_of(checkpoints["kimi_k3"], k3_corpora(k3_texts))
+    expected = k3_sums(found, k3_texts, k3_texts.observed)
     np.testing.assert_array_equal(found.count, expected["count"])
     lengths = [[len(k3_texts.documents[0]), len(k3_texts.documents[2])]]
     lengths += [[len(k3_texts.documents[1]), 0]]
     assert found.tokens.tolist() == [[[n] * 5 for n in half] for half in lengths]
     for name in (*SUMS, "max_norm"):
-        np.testing.assert_allclose(getattr(found, name), expected[name], 1e-5, err_msg=name)
+        np.testing.assert_allclose(getattr(found, name), expected[name], 1e-4, err_msg=name)
 
 
 # What saliency must not depend on
@@ -370,7 +416,11 @@ def test_the_measurement_does_not_depend_on_the_size_of_batches(
         for field in fields(Measurement):
             if field.name != "formats":
                 a, b = getattr(one, field.name), getattr(other, field.name)
-                np.testing.assert_allclose(a, b, 1e-4, err_msg=f"{family} {field.name}")
+                # Where nothing is lost, what is left is float32 rounding of sums around 1.
+                rounding = 1e-6 if field.name.endswith("_kl") else 1e-9 * np.abs(b).max()
+                np.testing.assert_allclose(
+                    a, b, 1e-4, atol=rounding, err_msg=f"{family} {field.name}"
+                )
 
 
 def test_experts_without_tokens_have_zero_sums(checkpoints: dict[str, Path]) -> None:
