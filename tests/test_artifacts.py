@@ -418,3 +418,21 @@ def test_parse_format(text: str, expected: Format) -> None:
 def test_parse_format_refuses(text: str) -> None:
     with pytest.raises(ValueError):
         Format.parse(text)
+
+
+def test_a_failed_write_leaves_nothing_and_a_crash_between_renames_is_mended(
+    tmp_path: Path,
+) -> None:
+    target = tmp_path / "new" / "deep" / "checkpoint"
+    with pytest.raises(RuntimeError), written_whole(target) as partial:
+        partial.mkdir()
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+    with written_whole(target) as partial:
+        partial.mkdir()
+        (partial / "a").write_text("first")
+    target.rename(target.with_name("checkpoint.old.partial"))
+    with pytest.raises(ReapError, match="exists already"), written_whole(target):
+        pass
+    assert (target / "a").read_text() == "first"

@@ -111,7 +111,7 @@ def evaluate(
         ),
         checkpoint=str(identity.path),
         reference=None if reference is None else reference.checkpoint.name,
-        label=label or identity.name,
+        label=label or _label(checkpoint),
         sequence_length=settings.sequence_length,
         weight_bytes=_loaded_bytes(checkpoint),
         expert_bytes=experts,
@@ -207,15 +207,20 @@ def _score(batch: Batch, log_p: mx.array, base: mx.array | None = None) -> dict[
 
 
 def _loaded_bytes(model: SourceModel) -> int:
-    carried = sum(model.checkpoint.tensors[name].nbytes for name in model.carried_names())
-    return model.checkpoint.nbytes - carried
+    return sum(model.checkpoint.tensors[name].nbytes for name in model.loaded_names())
 
 
 def _expert_bytes(model: SourceModel) -> int:
     """Bytes of routed experts, whether the checkpoint stores them apart or stacked."""
     stacked = tuple(f"{model.layer_prefix(i)}.{model.family.experts}." for i in model.moe_layers)
     return sum(
-        info.nbytes
-        for name, info in model.checkpoint.tensors.items()
+        model.checkpoint.tensors[name].nbytes
+        for name in model.loaded_names()
         if name.startswith(stacked) or model.family.source_expert.fullmatch(name)
     )
+
+
+def _label(model: SourceModel) -> str:
+    """A checkpoint that reap wrote is named by its source and layout, not by its directory."""
+    made = model.config.get("reap")
+    return f"{made['source']}, {made['layout']}" if made else model.checkpoint.name

@@ -91,7 +91,10 @@ def open_checkpoint(model: str) -> Checkpoint:
 
 
 def _locate(model: str) -> tuple[Path, str]:
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError as error:  # ~ of a user that does not exist
+        raise CheckpointError(f"{model} is not a directory: {error}") from None
     if path.is_dir():
         # The hub cache keeps a snapshot in a folder named by its commit.
         revision = path.resolve().name

@@ -300,6 +300,11 @@ class SourceModel:
         layer.update(tree_map(lambda _: mx.array([]), layer.parameters()))
         mx.clear_cache()
 
+    def loaded_names(self) -> list[str]:
+        """Tensors that the language model loads; not those of layers it does not have (MTP)."""
+        inside = (None, *range(len(self.layers)))
+        return [name for layer in inside for name in self._names.get(layer, ())]
+
     def carried_names(self) -> list[str]:
         """Tensors that the language model does not load and the export copies as they are."""
         return [n for n in self.checkpoint.tensors if n.startswith(self.family.carried)]
