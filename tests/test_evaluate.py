@@ -21,7 +21,7 @@ from mlx_lm.utils import load_model
 from reap.artifacts import DocumentScore, Evaluation, Provenance
 from reap.artifacts.evaluation import Estimate, clustered_mean, domain_average
 from reap.errors import ArtifactError, ReapError
-from reap.evaluate import EvaluationSettings, evaluate
+from reap.evaluate import EvaluationSettings, evaluate, evaluate_all
 from reap.export import add_measurement
 from reap.models.source import open_source
 from reap.models.text import TextSet, load_tokenizer
@@ -281,10 +281,24 @@ def test_another_vocabulary_is_refused(tmp_path: Path) -> None:
 
     source = exports.source_checkpoint("qwen3_moe")
     small = models.copy_checkpoint(source, tmp_path / "small", edit, vocab_size=1024)
-    with pytest.raises(ReapError, match=r"source has 2048 tokens, the reference small 1024"):
+    with pytest.raises(ReapError, match=r"source has 2048 tokens, small 1024"):
         run(source, small)
     with pytest.raises(ReapError, match="tokenizer"):
         run(small)
+
+
+def test_several_checkpoints_in_one_pass_score_as_they_do_alone() -> None:
+    source = exports.source_checkpoint("qwen3_moe")
+    paths = {shape: exported("qwen3_moe", shape).path for shape in ("stock", "two-bank")}
+    found = evaluate_all(
+        {shape: open_source(str(path)) for shape, path in paths.items()},
+        TEXTS,
+        EvaluationSettings(sequence_length=LENGTH, batch_tokens=64),
+        reference=open_source(str(source)),
+    )
+    assert [one.label for one in found] == ["stock", "two-bank"]
+    assert found == [replace(run(path, source), label=shape) for shape, path in paths.items()]
+    assert found[0].documents != found[1].documents
 
 
 # Statistics on made-up numbers
