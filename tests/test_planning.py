@@ -403,7 +403,7 @@ def test_damage_by_hand() -> None:
     saliency = hand_made()
     energy = saliency.score("energy")
     assert energy.tolist() == [[0, 0, 1, 2, 4, 8]]
-    model = damage_model(saliency, scores=energy, high=None, low=TWO)
+    model = damage_model(saliency, scores=energy, high={}, low={TWO: 1.0})
     assert model.order.tolist() == [[5, 4, 3, 2, 0, 1]]
     assert model.assumed == ()
     # kappa = 1, 1, 1.5, 2, 2, 2, 2 times dropped energy 15, 7, 3, 1, 0, 0, 0.
@@ -424,8 +424,8 @@ def test_drop_never_rises_with_more_experts() -> None:
     model = damage_model(
         replace(saliency, measurement=measurement),
         scores=saliency.score("energy"),
-        high=None,
-        low=None,
+        high={},
+        low={},
     )
     assert model.drop[0] == pytest.approx(np.array([15, 15, 15, 9, 0, 0, 0]) / 100)
 
@@ -433,7 +433,7 @@ def test_drop_never_rises_with_more_experts() -> None:
 def test_another_order_pays_for_the_energy_it_drops() -> None:
     saliency = hand_made()
     worst_first = -saliency.score("energy")
-    model = damage_model(saliency, scores=worst_first, high=None, low=TWO)
+    model = damage_model(saliency, scores=worst_first, high={}, low={TWO: 1.0})
     assert model.order.tolist() == [[0, 1, 2, 3, 4, 5]]
     assert model.drop[0] == pytest.approx(np.array([28, 28, 28, 28, 24, 16, 0]) / 100)
     assert model.low[0] == pytest.approx(np.array([0, 0, 0, 0.4, 1.2, 2.8, 6]) / 100)
@@ -443,12 +443,12 @@ def test_what_was_not_measured_is_assumed_and_said() -> None:
     saliency = hand_made()
     energy = saliency.score("energy")
     bare = replace(saliency, measurement=None)
-    model = damage_model(bare, scores=energy, high=None, low=TWO)
+    model = damage_model(bare, scores=energy, high={}, low={TWO: 1.0})
     assert model.assumed == ("kappa = 1", "rho = 0.541 for 2-bit g128")
     assert model.drop[0] == pytest.approx(np.array([15, 7, 3, 1, 0, 0, 0]) / 100)
     assert model.low[0, -1] == pytest.approx(0.541 * 0.15)
     three = Format(3, 64, "affine")
-    model = damage_model(saliency, scores=energy, high=three, low=TWO)
+    model = damage_model(saliency, scores=energy, high={three: 1.0}, low={TWO: 1.0})
     assert model.assumed == ("error of 3-bit g64 = 0.25 times that of 2-bit g128",)
     assert model.high[0, -1] == pytest.approx(0.06 * 0.135 / 0.541)
     plan = plan_with(make_saliency(make_spec(), measured=False), size=size_for(make_spec(), 0.6))
@@ -462,14 +462,14 @@ def test_measured_kl_weighs_drops_and_low_bits_apart() -> None:
     assert saliency.measurement is not None
     kl = {"kl_kept": np.array([3]), "drop_kl": np.array([0.5]), "low_kl": np.array([0.3])}
     measured = replace(saliency, measurement=replace(saliency.measurement, **kl))
-    model = damage_model(measured, scores=saliency.score("energy"), high=None, low=TWO)
+    model = damage_model(measured, scores=saliency.score("energy"), high={}, low={TWO: 1.0})
     assert model.unit == "nats"
     # 0.5 nats for an error of 20 / 10 with three experts; 0.3 nats for 60 / 10 at low bits.
     assert model.drop[0] == pytest.approx(np.array([15, 7, 4.5, 2, 0, 0, 0]) * 0.25)
     assert model.low[0] == pytest.approx(np.array([0, 3.2, 4.8, 5.6, 6, 6, 6]) * 0.05)
     kl["drop_kl"] = np.array([-1e-9])
     negative = replace(saliency, measurement=replace(saliency.measurement, **kl))
-    model = damage_model(negative, scores=saliency.score("energy"), high=None, low=TWO)
+    model = damage_model(negative, scores=saliency.score("energy"), high={}, low={TWO: 1.0})
     assert model.drop[0, 3] == pytest.approx(KL_FLOOR)
 
 
@@ -477,7 +477,7 @@ def test_layers_are_compared_by_the_energy_of_their_residual_stream() -> None:
     saliency = hand_made()
     dead = replace(saliency, residual_energy=np.zeros((2, 2, 1)))
     with pytest.raises(CalibrationError, match="after layer 1 has no energy"):
-        damage_model(dead, scores=saliency.score("energy"), high=None, low=TWO)
+        damage_model(dead, scores=saliency.score("energy"), high={}, low={TWO: 1.0})
 
 
 # Plans
