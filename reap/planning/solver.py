@@ -23,7 +23,7 @@ MAX_OPTIONS = 128
 """Limits of the search: most partial plans, and choices of one layer. Beyond them the plan may
 miss the optimum by a part in a million, and the lower bound is the dual's."""
 
-LARGE = 20_000
+LARGE = 5_000
 LARGE_STATES = 200
 CLOSE_ENOUGH = 1e-4
 """With more than LARGE experts the search keeps fewer partial plans, and is left out where the
