@@ -176,7 +176,14 @@ def size_for(spec: ModelSpec, share: float) -> int:
 
 
 def random_problem(
-    seed: int, layers: int, experts: int, *, floor: int = 2, two_banks: bool = True, edge: int = 1
+    seed: int,
+    layers: int,
+    experts: int,
+    *,
+    floor: int = 2,
+    two_banks: bool = True,
+    edge: int = 1,
+    protected: bool = False,
 ) -> Problem:
     """Concave-ish curves with bumps, and bytes that differ between layers."""
     rng = np.random.default_rng(seed)
@@ -187,14 +194,17 @@ def random_problem(
     noise = rng.uniform(0.2, 0.6, energy.shape)
     low = np.hstack([zero, (energy * noise).cumsum(axis=1)])
     low_bytes = rng.integers(50, 60, layers)
+    least = np.arange(layers) % 4 * int(protected)
+    fewest = np.maximum(max(floor, edge), least)[:, None]
     return Problem(
-        keep=np.where(np.arange(experts + 1) >= max(floor, edge), drop + low, np.inf),
+        keep=np.where(np.arange(experts + 1) >= fewest, drop + low, np.inf),
         lift=-low,
         low_bytes=low_bytes,
         lift_bytes=rng.integers(35, 50, layers),
         low_bank=True,
         two_banks=two_banks,
         min_bank=edge,
+        least_high=least,
     )
 
 
@@ -214,6 +224,8 @@ def choices(problem: Problem, layer: int) -> list[tuple[int, int, int, float]]:
             continue
         for h in range(n + 1):
             mixed = problem.two_banks and min(h, n - h) >= problem.min_bank
+            if h < problem.least[layer]:
+                continue
             if h == n or (h == 0 and problem.low_bank) or mixed:
                 size = int(problem.low_bytes[layer]) * n + int(problem.lift_bytes[layer]) * h
                 damage = float(problem.keep[layer, n] + problem.lift[layer, h])
@@ -260,7 +272,10 @@ def assert_valid(problem: Problem, capacity: int, solution: Solution) -> None:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("two_banks", [True, False])
 def test_solver_is_exact_on_small_problems(seed: int, two_banks: bool) -> None:
-    problem = random_problem(seed, 3, 6, two_banks=two_banks, edge=1 + seed % 3)
+    edge = 1 + seed % 3
+    problem = random_problem(seed, 3, 6, two_banks=two_banks, edge=edge, protected=seed % 2 == 1)
+    every = [min(choices(problem, layer), key=lambda c: c[2])[2] for layer in range(3)]
+    assert problem.bytes(*problem.cheapest()).sum() == sum(every)
     for share in (0.0, 0.05, 0.3, 0.5, 0.77, 1.0):
         capacity = capacity_of(problem, share)
         solution = solve(problem, capacity)
@@ -299,9 +314,10 @@ def test_solver_bound_holds_when_the_search_is_cut_short(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("two_banks", [True, False])
 @pytest.mark.parametrize("edge", [1, 4])
-def test_steps_of_the_solver(two_banks: bool, edge: int) -> None:
+@pytest.mark.parametrize("protected", [True, False])
+def test_steps_of_the_solver(two_banks: bool, edge: int, protected: bool) -> None:
     """The best response to a price of bytes, and the best choice of each layer within bytes."""
-    problem = random_problem(8, 5, 12, two_banks=two_banks, edge=edge)
+    problem = random_problem(8, 5, 12, two_banks=two_banks, edge=edge, protected=protected)
     every = [choices(problem, layer) for layer in range(5)]
     for price in (0.0, 1e-3, 1e-2, 0.1, 1.0):
         n, h, least = _respond(problem, price)
@@ -310,7 +326,7 @@ def test_steps_of_the_solver(two_banks: bool, edge: int) -> None:
             assert least[layer] == pytest.approx(expected, rel=1e-12)
             size, damage = next(o[2:] for o in options if o[:2] == (n[layer], h[layer]))
             assert damage + price * size == pytest.approx(expected, rel=1e-12)
-    for allowance in range(300, 1100, 50):
+    for allowance in range(450, 1100, 50):
         n, h = _best_within(problem, np.full(5, allowance))
         for layer, options in enumerate(every):
             expected = min(damage for _, _, size, damage in options if size <= allowance)
@@ -345,6 +361,11 @@ def test_nothing_fits_below_the_smallest_plan() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_uniform_is_exact(seed: int) -> None:
     problem = random_problem(seed, 3, 8, edge=2)
+    # Layer 3 must have two in the high bank, so no layer may be all low.
+    held = random_problem(seed, 3, 8, edge=2, protected=True)
+    assert uniform(held, capacity_of(held, 0.45), "low") is None
+    for bank in ("high", "two"):
+        assert uniform(held, capacity_of(held, 0.45), bank)[1] >= 2
     capacity = capacity_of(problem, 0.45)
     shared = [c for c in itertools.product(range(9), range(9)) if c[1] <= c[0]]
     for bank in ("high", "low", "two"):
