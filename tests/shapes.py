@@ -39,7 +39,14 @@ class _Modules:
         layer = int(path.split(".")[2]) if ".layers." in path else None
         self.found.append(
             ModuleSpec(
-                path, layer, role, rows * columns, columns, "bfloat16", BF16, bias  # type: ignore
+                path,
+                layer,
+                role,
+                rows * columns,
+                columns,
+                "bfloat16",
+                BF16,
+                bias,  # type: ignore
             )
         )
 
@@ -80,8 +87,7 @@ def _spec(
         revision="",
         config_sha256=model,
         model_type=model_type,
-        parameters=sum(m.elements for m in modules.found)
-        + len(moe) * experts * 3 * hidden * inner,
+        parameters=sum(m.elements for m in modules.found) + len(moe) * experts * 3 * hidden * inner,
         num_layers=layers,
         num_experts=experts,
         top_k=top_k,

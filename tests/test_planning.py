@@ -26,6 +26,7 @@ from reap.artifacts import (
 from reap.errors import BudgetError, CalibrationError, ReapError
 from reap.planning import PlanSettings, format_size, make_plan, parse_size, plain_plan
 from reap.planning.damage import KL_FLOOR, damage_model, rank
+from reap.planning.domains import combined
 from reap.planning.planner import (
     RECIPES,
     SIMPLER_WITHIN,
@@ -494,6 +495,25 @@ def test_measured_kl_weighs_drops_and_low_bits_apart() -> None:
     assert model.drop[0, 3] == pytest.approx(KL_FLOOR)
 
 
+def test_a_layer_without_an_error_weighs_as_the_median() -> None:
+    saliency = make_saliency(make_spec(layers=3, experts=8))
+    measured = saliency.measurement
+    assert measured is not None
+    at = 1
+    error = measured.drop_error.copy()
+    error[:, at] = 100, 0, 300
+    kl = {
+        "kl_kept": measured.kept[at : at + 1],
+        "drop_kl": np.array([2.0, 1e-9, 3.0]),
+        "low_kl": np.ones(3),
+    }
+    saliency = replace(saliency, measurement=replace(measured, drop_error=error, **kl))
+    model = damage_model(saliency, scores=saliency.score("energy"), high={}, low={})
+    # 2 / (100 / 100), 3 / (300 / 100) and the median of both.
+    assert model.drop_weight.tolist() == [2.0, 1.5, 1.0]
+    assert np.isfinite(model.drop).all()
+
+
 def test_layers_are_compared_by_the_energy_of_their_residual_stream() -> None:
     saliency = hand_made()
     dead = replace(saliency, residual_energy=np.zeros((2, 2, 1)))
@@ -507,7 +527,7 @@ def test_layers_are_compared_by_the_energy_of_their_residual_stream() -> None:
 def assert_consistent(plan: Plan, saliency: Saliency, cap: int) -> None:
     """Everything that must hold for any plan, from the spec alone."""
     spec = saliency.spec
-    energy = saliency.score("energy")
+    energy = combined(saliency, "energy", plan.settings["domains"])
     water = plan.waterfall
     high = low = router = 0
     for entry, layer, row in zip(plan.layers, spec.moe_layers, energy, strict=True):

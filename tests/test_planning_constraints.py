@@ -295,10 +295,14 @@ def test_domains_by_hand() -> None:
     assert worst[0] == pytest.approx([3.6, 3.0, 3.0, 0.0])
     kept = kept_energy(saliency, np.array([[True, True, False, True]]))
     assert kept == pytest.approx({"code": 0.9, "prose": 0.5})
-    one = replace(saliency, domains=("code",), **{
-        name: getattr(saliency, name)[:, :1]
-        for name in ("count", "gate2_norm2", "tokens", "residual_energy", "output_energy")
-    })
+    one = replace(
+        saliency,
+        domains=("code",),
+        **{
+            name: getattr(saliency, name)[:, :1]
+            for name in ("count", "gate2_norm2", "tokens", "residual_energy", "output_energy")
+        },
+    )
     assert combined(one, "energy", "worst")[0] == pytest.approx(combined(one, "energy")[0])
 
 
@@ -381,7 +385,9 @@ def test_counts_far_from_the_mean_are_named() -> None:
     assert len(warnings) == 2
     few = [layer for layer, count in enumerate(plan.expert_counts) if 0 < count < 15]
     assert few and plan.expert_counts[1] == 64
-    assert warnings[0].startswith(f"layers {few[0]} (") and "fewer experts than 0.5 ×" in warnings[0]
+    assert (
+        warnings[0].startswith(f"layers {few[0]} (") and "fewer experts than 0.5 ×" in warnings[0]
+    )
     assert warnings[1].startswith("layers 1 (64) keep more experts than 1.6 × the mean of 30")
     even = plan_with(make_saliency(spec, sigma=0.3), **settings | {"layout": "stock"})
     assert even.settings["warnings"] == []

@@ -38,8 +38,8 @@ does that).
 
 `energy` is what the planner's damage is made of: dropping an expert loses E g²‖f‖², and squared
 errors of independent experts add up. `reap-all-tokens` ranks as `weighted_ean_sum` does in
-CerebrasResearch/reap. That code's `reap_l2`, Σ g‖f‖² / count, is in no paper and needs a sum that is
-not kept; `max_activations` finds super experts, see reap.planning.protect.
+CerebrasResearch/reap. That code's `reap_l2`, Σ g‖f‖² / count, is in no paper and needs a sum that
+is not kept; `max_activations` finds super experts, see reap.planning.protect.
 """
 
 

@@ -186,9 +186,15 @@ def sensitivity_measured(saliency: Saliency) -> bool:
 
 
 def _nats_per_error(kl: Floats, error: Floats, tokens: Ints) -> Floats:
-    """KL per mean squared error. A layer whose KL drowns in rounding is not taken to be free."""
-    per_token = np.maximum(error / tokens, np.finfo(np.float64).tiny)
-    return np.maximum(kl, KL_FLOOR) / per_token
+    """KL per mean squared error. A layer whose KL drowns in rounding is not taken to be free.
+
+    A layer in which the change made no error (all that was dropped had never been routed) tells
+    nothing: it counts as the median layer does.
+    """
+    known = error > 0
+    per_token = np.where(known, error / tokens, 1.0)
+    weights = np.maximum(kl, KL_FLOOR) / per_token
+    return np.where(known, weights, np.median(weights[known]) if known.any() else 1.0)
 
 
 def _prefix_sums(values: Floats) -> Floats:

@@ -215,7 +215,7 @@ def _fill(problem: Problem, capacity: int, kept: Ints, high: Ints) -> tuple[Ints
         gain = now - problem.damage(n, h)
         gain[(gain <= 1e-15 * now) & (n <= kept)] = -1.0
         layer = int(np.argmax(gain))
-        if gain[layer] < 0:
+        if not gain[layer] >= 0:
             return kept, high
         kept[layer], high[layer] = n[layer], h[layer]
 
