@@ -33,6 +33,7 @@ from reap.planning.planner import (
     UNIFORM_LOW,
     UNIFORM_REAP,
     UNIFORM_TWO_BANK,
+    WORTH_BYTES,
 )
 from reap.planning.settings import budget_for, reserved
 from reap.planning.solver import Problem, Solution, _best_within, _respond, solve, uniform
@@ -638,6 +639,24 @@ def test_auto_prefers_per_layer_to_a_slightly_better_two_bank(
     # What is not known to be the best says so.
     monkeypatch.setattr("reap.planning.solver.MAX_STATES", 1)
     assert plan_with(saliency, size=size, layout="two-bank").lower_bound < two_bank.damage
+
+
+def test_auto_never_gives_up_more_than_a_hundredth_of_the_bytes() -> None:
+    """Where bytes matter little, 2 % more damage can be worth many of them."""
+    spec = make_spec(layers=6, experts=64)
+    saliency = make_saliency(spec, kappa=(1, 1), rho=0.4)
+    size = size_for(spec, 0.16)
+    plans = {
+        layout: plan_with(saliency, size=size, layout=layout, min_experts=2, clamp=None)
+        for layout in ("auto", "per-layer", "two-bank")
+    }
+    per_layer, two_bank = plans["per-layer"], plans["two-bank"]
+    assert per_layer.damage < SIMPLER_WITHIN * two_bank.damage
+    assert plans["auto"].layers == two_bank.layers
+    room = size - spec.trunk_bytes()
+    less = size - math.ceil(WORTH_BYTES * room)
+    fewer = plan_with(saliency, size=less, layout="two-bank", min_experts=2, clamp=None)
+    assert fewer.damage < per_layer.damage
 
 
 def test_the_solver_beats_plain_recipes_and_its_bound_holds() -> None:

@@ -306,6 +306,19 @@ def test_domains_by_hand() -> None:
     assert combined(one, "energy", "worst")[0] == pytest.approx(combined(one, "energy")[0])
 
 
+def test_drops_and_errors_follow_the_domains() -> None:
+    saliency = hand_made()
+    energy = saliency.score("energy")
+    formats: dict[str, Any] = {"scores": energy, "high": {}, "low": {TWO: 1.0}}
+    plain = damage_model(saliency, **formats)
+    weighed = np.array([[5.0, 0, 1, 4, 4, 8]])
+    model = damage_model(saliency, energy=weighed, **formats)
+    # Order 5, 4, 3, 2, 0, 1: the fourth's share doubles, the fifth is of a domain that had none.
+    assert np.diff(model.low[0]) == pytest.approx(np.diff(plain.low[0]) * [1, 1, 2, 1, 1, 1])
+    assert model.drop[0] == pytest.approx(np.array([22, 15, 15, 12, 10, 0, 0]) / 100)
+    assert model.energy is weighed
+
+
 def test_worst_domain_is_not_erased() -> None:
     spec = make_spec(layers=3, experts=32)
     saliency = two_domains(spec)

@@ -92,6 +92,18 @@ def test_next_bytes() -> None:
         next_bytes(saliency, PlanSettings(size=10))
 
 
+def test_next_bytes_stay_in_the_layout() -> None:
+    spec = make_spec(layers=4, experts=32)
+    saliency = make_saliency(spec, seed=0, kappa=(1, 1))
+    size, larger = (size_for(spec, 0.35 + 0.6 * step / 39) for step in (32, 33))
+    assert plan_with(saliency, size=size).layout == "per-layer"
+    assert plan_with(saliency, size=larger).layout == "two-bank"
+    more = next_bytes(saliency, PlanSettings(size=size), larger - size)
+    assert more.layout == "per-layer"
+    same = plan_with(saliency, size=larger, layout="per-layer")
+    assert more.damage[1] == same.damage < more.damage[0]
+
+
 def plan_of(*layers: LayerPlan) -> Plan:
     spec = make_spec(layers=len(layers), experts=16)
     made = plan_with(make_saliency(spec), size=size_for(spec, 0.6), layout="two-bank")
@@ -100,7 +112,7 @@ def plan_of(*layers: LayerPlan) -> Plan:
 
 def test_diff_by_hand() -> None:
     a = plan_of(LayerPlan(1, (0, 1, 2, 3), 2), LayerPlan(2, (5, 6), 2))
-    b = plan_of(LayerPlan(1, (0, 2, 1, 4, 7), 2), LayerPlan(2, (6, 5), 2))
+    b = plan_of(LayerPlan(1, (0, 2, 7, 1, 4), 3), LayerPlan(2, (6, 5), 2))
     b = replace(b, damage=a.damage / 2)
     found = diff(a, b)
     first, second = found.layers
@@ -110,12 +122,12 @@ def test_diff_by_hand() -> None:
     assert second.same and second.jaccard == 1
     assert found.jaccard == pytest.approx(5 / 8)
     assert found.comparable and found.damage == (a.damage, a.damage / 2)
-    assert found.layers[0].kept == (4, 5) and found.layers[0].high == (2, 2)
+    assert found.layers[0].kept == (4, 5) and found.layers[0].high == (2, 3)
     lines = str(found).splitlines()
     assert lines[4].split() == ["experts", "6", "7", "+1"]
     assert lines[6].split()[-1] == "-50.0%"
     assert lines[7].startswith("62.5% of the experts that either keeps are in both")
-    assert lines[-1].split() == ["1", "4", "→", "5", "2", "→", "2", "1", "2", "1", "1", "50.0%"]
+    assert lines[-1].split() == ["1", "4", "→", "5", "2", "→", "3", "1", "2", "1", "1", "50.0%"]
     assert not any(line.startswith("2 ") for line in lines)
     # The other way round everything is mirrored.
     back = diff(b, a).layers[0]
