@@ -27,6 +27,7 @@ from reap.artifacts import (
     Waterfall,
 )
 from reap.artifacts.files import written_whole
+from reap.artifacts.saliency import CRITERIA
 from reap.errors import ArtifactError, CalibrationError, ReapError
 
 MXFP4 = Format(4, 32, "mxfp4")
@@ -368,6 +369,7 @@ def test_scores_by_hand() -> None:
     count[:, 0, 0, 0] = 3, 1
     sums["norm"][:, 0, 0, 0] = 3 + 4 + 5, 4
     sums["norm2"][:, 0, 0, 0] = 9 + 16 + 25, 16
+    sums["gate"][:, 0, 0, 0] = 1.5, 0.5
     sums["gate_norm"][:, 0, 0, 0] = 6, 2
     sums["gate2_norm2"][:, 0, 0, 0] = 12.5, 4
     saliency = replace(make_saliency(), count=count, tokens=np.full((2, 1, 2), 10), **sums)
@@ -376,10 +378,12 @@ def test_scores_by_hand() -> None:
         "reap-all-tokens": 0.4,
         "energy": 0.825,
         "frequency": 0.2,
+        "soft-frequency": 0.1,
         "ean": 16.0,
         "man": 4.0,
         "msan": 16.5,
     }
+    assert expected.keys() == CRITERIA.keys()
     for criterion, value in expected.items():
         score = saliency.score(criterion)
         assert score.tolist() == [[value, 0, 0, 0], [0, 0, 0, 0]]
