@@ -218,7 +218,7 @@ def test_figures_without_a_standard_error_are_null_in_json(place: Path) -> None:
 
     (domain,) = result.json["domains"].values()
     assert domain["perplexity"]["error"] is None
-    assert "± ?" in run("inspect", file).err
+    assert "(one document)" in run("inspect", file).out
 
 
 # Which run
@@ -282,7 +282,8 @@ def test_report_refuses_the_evaluation_of_an_older_plan(place: Path) -> None:
     result = run("report", "--force")
     assert "evaluation.json is of a checkpoint with another plan" in result.error
 
-    assert run("report", "--force", "--evaluation", RUN / "evaluation.json").code == 0
+    result = run("report", "--force", "--evaluation", RUN / "evaluation.json")
+    assert "evaluation.json is of a checkpoint with another plan" in result.error
 
 
 def test_commands_outside_a_run_say_what_to_name(place_with_checkpoint: Path) -> None:
@@ -290,8 +291,57 @@ def test_commands_outside_a_run_say_what_to_name(place_with_checkpoint: Path) ->
 
     assert "does not say which model it belongs to" in run("export", "--out", "new").error
     assert "does not say which model" in run("evaluate", "--out", "e.json").error
-    assert "belongs to no run" in run("evaluate", RUN / "checkpoint").error
+    assert "does not say which model" in run("evaluate", RUN / "checkpoint", "--force").error
     assert not Path("new").exists()
+
+
+def test_a_plan_outside_the_run_needs_a_place_for_what_is_made_of_it(place: Path) -> None:
+    assert run("plan", "--size", "9MB", "--layout", "stock", "--out", "other.json").code == 0
+
+    for command in ("export", "report"):
+        result = run(command, "--plan", "other.json")
+        assert "other.json is not the plan.json of runs/tiny-k3" in result.error
+    assert run("export", "--plan", "other.json", "--out", "made").code == 0
+    assert run("evaluate", "made", "--out", "e.json", "--tokens", 100).code == 0
+    files = ("--plan", "other.json", "--evaluation", "e.json")
+    assert run("report", *files, "--out", "r.html").code == 0
+
+
+def test_a_run_s_own_report_is_renewed(place: Path) -> None:
+    assert run("report").code == 0
+    assert run("report").code == 0
+
+
+def test_planner_options_reach_the_plan(place: Path) -> None:
+    size = ("--size", "9.5MB", "--out", "p.json")
+    chosen = ("--keep", "3:17,40", "--keep", "4:1", "--domains", "worst", "--clamp", "0.4:1.9")
+    assert run("plan", *size, *chosen, "--low-down", "3bit", "--protect-super", 1).code == 0
+
+    plan = Plan.load(Path("p.json"))
+    third = next(layer for layer in plan.layers if layer.layer == 3)
+    assert {17, 40} <= set(third.kept[: third.high])
+    assert plan.low["down_proj"].bits == 3 and plan.low["up_proj"].bits == 2
+    settings = plan.settings
+    assert settings["domains"] == "worst" and settings["protect_super"] == 1
+    assert settings["clamp"] == [0.4, 1.9] and settings["keep"] == [[3, 17], [3, 40], [4, 1]]
+    weights = ("--domains", "code=2,math=1")
+    assert "domains:" in run("plan", *size, "--force", "--domains", "nope=1").err
+    assert run("plan", *size, "--force", *weights, "--clamp", "none").code == 0
+    assert Plan.load(Path("p.json")).settings["clamp"] is None
+
+
+def test_sweep_and_diff_write_nothing(place: Path) -> None:
+    before = sorted(Path().rglob("*"))
+    found = run("plan", "--size", "9MB", "--sweep", "--extra", "500KB", "--json").json
+    damages = [point["damage"] for point in found["frontier"]]
+    assert damages == sorted(damages, reverse=True) and damages[-1] == 0
+    assert found["more"]["extra"] == 500_000 and found["more"]["gain"] > 0
+    assert "best plain recipe" in run("plan", "--size", "9MB", "--sweep").err
+    assert sorted(Path().rglob("*")) == before
+
+    assert run("plan", "--size", "8MB", "--out", "other.json").code == 0
+    assert run("plan", "--diff", "other.json", "--json").json["weights"][0] <= 8_000_000
+    assert "in both" in run("plan", "--diff", "other.json").err
 
 
 def test_typed_choice_goes_before_the_recipe_s(place: Path) -> None:
@@ -326,12 +376,12 @@ def test_inspect_shows_every_kind_of_file(place_with_checkpoint: Path) -> None:
         "saliency.safetensors": ("never_routed", "5 MoE layers of 64 experts"),
         "plan.json": ("alternatives", "experts kept"),
         "evaluation.json": ("mean_kl", "same top token"),
-        "checkpoint": ("expert_counts", "low bank"),
+        "checkpoint": ("expert_counts", "2-bit g128"),
     }
     for name, (key, text) in expected.items():
         shown, data = run("inspect", RUN / name), run("inspect", RUN / name, "--json")
-        assert (shown.code, shown.out, data.err) == (0, "", "")
-        assert text in shown.err
+        assert (shown.code, shown.err, data.err) == (0, "", "")
+        assert text in shown.out
         assert key in data.json
 
     plan = Plan.load(RUN / "plan.json")
@@ -650,7 +700,10 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "saliency exists": (("calibrate", MODEL), "runs/tiny-k3/saliency.safetensors exists already."),
     "checkpoint exists": (("export",), "runs/tiny-k3/checkpoint exists already."),
     "evaluation exists": (("evaluate",), "runs/tiny-k3/evaluation.json exists already."),
-    "report exists": (("report",), "runs/tiny-k3/report.html exists already."),
+    "report exists": (
+        ("report", "--out", "runs/tiny-k3/report.html"),
+        "runs/tiny-k3/report.html exists already.",
+    ),
     "no budget": (("plan", "--force"), "give exactly one of a budget and a size."),
     "two budgets": ((*PLAN, "--budget", "1GB"), "give exactly one of a budget and a size."),
     "unit": (("plan", "--budget", "512G", "--force"), "'512G' is not a size."),
@@ -902,7 +955,7 @@ def test_exit_codes_and_streams_of_a_process(place: Path) -> None:
     assert (refused.returncode, refused.stdout) == (1, "")
     assert refused.stderr == (
         "error: runs/tiny-k3/plan.json exists already.\n\n"
-        "hint: pass --force to replace it, or name another\n"
+        "hint: pass --force to replace it, or name another with --out\n"
     )
     assert shell(*REAP, "nonsense").returncode == 2
 

@@ -23,7 +23,9 @@ def sha256(path: Path) -> str:
 def refuse_existing(path: Path, force: bool) -> None:
     """Raise ReapError if `path` exists and `force` is not set."""
     if path.exists() and not force:
-        raise ReapError(f"{path} exists already.", "pass --force to replace it, or name another")
+        raise ReapError(
+            f"{path} exists already.", "pass --force to replace it, or name another with --out"
+        )
 
 
 @contextmanager

@@ -187,7 +187,9 @@ class _Run:
                 done = 0
                 for position, batch in enumerate(everything):
                     self.progress(
-                        f"layer {index + 1} of {count}", (index * work + done) // count, work
+                        f"layer {index} ({index + 1} of {count})",
+                        (index * work + done) // count,
+                        work,
                     )
                     if layer is None:
                         stream.step(position)
@@ -201,7 +203,7 @@ class _Run:
                 if layer is not None:
                     sums.append(layer.sums)
                     passed = (index + 1) * work // count
-                    self.progress(f"measuring layer {index + 1} of {count}", passed, work)
+                    self.progress(f"measuring layer {index} ({index + 1} of {count})", passed, work)
                     layer.measure(stream, forked)
                 source.release_layer(index)
             self.progress("comparing", work, work)

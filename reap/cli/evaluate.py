@@ -59,12 +59,11 @@ def evaluate(
     from reap.cli import show, stages
     from reap.cli.output import print_json, say
     from reap.cli.rundir import RunDirectory
-    from reap.errors import ReapError
     from reap.evaluate import EvaluationSettings
 
-    directory = RunDirectory.find(run, Path(checkpoint) if checkpoint else None)
-    if out is None and run is None and not directory.started:
-        raise ReapError(f"{checkpoint} belongs to no run.", "name the file to write with --out")
+    given = Path(checkpoint) if checkpoint else None
+    directory = RunDirectory.find(run, given)
+    directory.require_out(out, given, directory.checkpoint)
     target = out or directory.evaluation
     base = None if no_reference else reference or directory.model
     result = stages.evaluate(

@@ -40,8 +40,9 @@ def export(
 
     directory = RunDirectory.find(run, plan)
     plan_file = plan or directory.plan
-    target = out or directory.checkpoint
     layout = Plan.load(plan_file).layout
+    directory.require_out(out, plan, directory.plan)
+    target = out or directory.checkpoint
     result = stages.export(
         model or directory.model, plan_file, target, trust=trust_remote_code, force=force
     )

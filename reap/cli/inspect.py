@@ -26,7 +26,7 @@ def inspect(
     """Print what is in a file or a checkpoint."""
     from reap.artifacts import Evaluation, Plan, Saliency
     from reap.cli import show
-    from reap.cli.output import print_json
+    from reap.cli.output import data_on_stdout, print_json
     from reap.errors import ArtifactError
 
     def shown(
@@ -35,7 +35,8 @@ def inspect(
         if json:
             print_json(figures(loaded))
         else:
-            table(loaded)
+            with data_on_stdout():
+                table(loaded)
 
     if not file.exists():
         raise ArtifactError(f"{file} does not exist.")

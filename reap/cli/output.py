@@ -27,6 +27,18 @@ from reap.progress import Progress as Callback
 console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 120)
 
 
+@contextmanager
+def data_on_stdout() -> Iterator[None]:
+    """While the block runs, tables and lines are the command's data: for `reap inspect`."""
+    global console
+    before = console
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    try:
+        yield
+    finally:
+        console = before
+
+
 def say(message: str) -> None:
     """A line on stderr, as it is."""
     console.print(message, markup=False, soft_wrap=True)

@@ -44,14 +44,19 @@ def report(
     json: Json = False,
 ) -> None:
     """Write a self-contained HTML report of a run."""
+    from reap.artifacts import Plan
     from reap.cli.output import print_json, say
     from reap.cli.rundir import RunDirectory
     from reap.cli.stages import check_output
     from reap.report import write_report
 
     directory = RunDirectory.find(run, plan, saliency, evaluation)
-    target = out or directory.report
     plan_file = plan or directory.plan
+    Plan.load(plan_file)
+    directory.require_out(out, plan, directory.plan)
+    target = out or directory.report
+    # A run's own report is derived from its files, so it is renewed without being asked.
+    force = force or out is None
     check_output(target, force)
     if evaluation is None and directory.evaluation.exists():
         evaluation = directory.evaluation

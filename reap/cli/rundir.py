@@ -72,22 +72,35 @@ class RunDirectory:
 
     @classmethod
     def find(cls, override: Path | None, *given: Path | None) -> RunDirectory:
-        """`override`, or where the first file that is given lies, or the newest run.
+        """`override`, or the run in which the first file that is given lies, or the newest run.
 
         The newest run is the one whose calibration is newest. Raises ReapError if there is none.
         """
         if override is not None:
             return cls(override)
-        for file in given:
-            if file is not None:
-                return cls(file.parent)
+        named = [file.parent for file in given if file is not None]
+        for folder in named:
+            if cls(folder)._settings.exists():
+                return cls(folder)
         files = sorted(RUNS.glob("*/saliency.safetensors"), key=lambda file: file.stat().st_mtime)
+        if not files and named:
+            return cls(named[0])
         if not files:
             raise ReapError(
                 "there is no run below runs/.",
                 "run `reap calibrate MODEL` first, or name a run with --run",
             )
         return cls(files[-1].parent)
+
+    def require_out(self, out: Path | None, given: Path | None, own: Path) -> None:
+        """Raise ReapError if what is made from `given` would take the place of the run's own.
+
+        `own` is what the run has where `given` stands.
+        """
+        if out is None and given is not None and given.resolve() != own.resolve():
+            raise ReapError(
+                f"{given} is not the {own.name} of {self.path}.", "name what to write with --out"
+            )
 
 
 def _expanded(model: str) -> Path:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reap.artifacts import Evaluation, Plan, Saliency
+from reap.artifacts import Evaluation, Format, Plan, Saliency
 from reap.artifacts.evaluation import Estimate
 from reap.cli.output import say, table
 from reap.planning import format_size
@@ -103,9 +103,11 @@ def show_plan(plan: Plan) -> None:
         line("size of the weights" if by_size else "budget", water.budget),
         line("trunk", water.trunk, "-"),
         line("routers", water.router, "-"),
-        line(f"experts, high bank ({high})", water.high, "-"),
-        line(f"experts, low bank ({low})", water.low, "-"),
     ]
+    if water.high:
+        rows.append(line(f"experts, high bank ({high})", water.high, "-"))
+    if water.low:
+        rows.append(line(f"experts, low bank ({low})", water.low, "-"))
     if not by_size:
         rows += [
             line(f"state of {water.context:,} tokens", water.state, "-"),
@@ -118,16 +120,29 @@ def show_plan(plan: Plan) -> None:
     say(
         f"{plan.layout}: {sum(kept):,} of {plan.num_experts * len(kept):,} experts kept, "
         f"{sum(highs):,} high and {sum(kept) - sum(highs):,} low; "
-        f"{min(kept)}-{max(kept)} in a layer."
+        f"{_range(kept)} in a layer."
     )
-    say(f"Predicted damage {plan.damage:.4g}, lower bound {plan.lower_bound:.4g}.")
+    if plan.settings.get("identity"):
+        say("Everything fits: nothing needs pruning.")
+        return
+    unit = plan.settings.get("damage_unit", "")
+    line_of_damage = f"Predicted damage {plan.damage:.4g} {unit}".rstrip()
+    if "recipe" not in plan.settings:  # a plain recipe is not the best of anything
+        line_of_damage += f", no plan is below {plan.lower_bound:.4g}"
+    say(f"{line_of_damage}.")
     for name, damage in plan.alternatives.items():
         say(f"  {name}: {damage:.4g}")
+    for assumed in plan.settings.get("assumed", ()):
+        say(f"assumed, not measured: {assumed}")
     rule = plan.settings.get("low_bank")
     if rule:
         say(rule["rule"])
     for warning in plan.settings.get("warnings", ()):
         say(f"warning: {warning}")
+
+
+def _range(counts: list[int]) -> str:
+    return str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
 
 
 def plan_diff(before: Path, after: Path) -> PlanDiff:
@@ -225,35 +240,56 @@ def _with_error(estimate: Estimate, digits: int) -> str:
     """The error is unknown (NaN) where there is a single document."""
     value = f"{estimate.value:.{digits}f}"
     known = estimate.error == estimate.error
-    return f"{value} ± {estimate.error:.{digits}f}" if known else f"{value} ± ?"
+    return f"{value} ± {estimate.error:.{digits}f}" if known else f"{value} (one document)"
 
 
 def checkpoint_figures(source: SourceModel) -> Figures:
-    """Bytes, and the experts of every decoder layer."""
+    """Bytes, and the experts of every decoder layer with their banks' formats."""
     config = source.config
     count = len(source.layers)
     counts = config.get("expert_counts") or [
         source.num_experts if index in source.moe_layers else 0 for index in range(count)
     ]
+    tensors = source.checkpoint.tensors
     return {
         "model_type": config["model_type"],
         "bytes": source.checkpoint.nbytes,
-        "tensors": len(source.checkpoint.tensors),
+        "loaded_bytes": sum(tensors[name].nbytes for name in source.loaded_names()),
+        "tensors": len(tensors),
         "expert_counts": counts,
         "expert_bank_split": config.get("expert_bank_split") or [0] * count,
+        "expert_formats": {index: _bank_formats(source, index) for index in source.moe_layers},
     }
+
+
+def _bank_formats(source: SourceModel, index: int) -> list[str]:
+    """Formats of the banks of one layer, the high one first, from the checkpoint's config."""
+    quantization = source.config.get("quantization") or {}
+    experts = f"{source.layer_prefix(index)}.{source.family.experts}"
+    banks = [f"{experts}.high", f"{experts}.low", experts]
+    found = []
+    for bank in banks:
+        entries = [value for path, value in quantization.items() if path.rpartition(".")[0] == bank]
+        labels = [Format(e["bits"], e["group_size"], e["mode"]).label for e in entries]
+        if labels:
+            found.append("/".join(dict.fromkeys(labels)))
+    return found or ["as stored"]
 
 
 def show_checkpoint(source: SourceModel) -> None:
     figures = checkpoint_figures(source)
     say(
         f"{source.checkpoint.path}: {figures['model_type']}, {format_size(figures['bytes'])} in "
-        f"{figures['tensors']:,} tensors."
+        f"{figures['tensors']:,} tensors, of which mlx-lm loads "
+        f"{format_size(figures['loaded_bytes'])}."
     )
-    banks = zip(figures["expert_counts"], figures["expert_bank_split"])
-    rows = [
-        [str(layer), str(kept), str(split or kept), str(kept - split if split else 0)]
-        for layer, (kept, split) in enumerate(banks)
-        if kept
-    ]
-    table("Experts", ["layer", "kept", "first bank", "low bank"], rows)
+    rows = []
+    for layer, (kept, split) in enumerate(
+        zip(figures["expert_counts"], figures["expert_bank_split"])
+    ):
+        if kept:
+            formats = figures["expert_formats"][layer]
+            sizes = [split, kept - split] if split else [kept]
+            banks = " + ".join(f"{size} {format}" for size, format in zip(sizes, formats))
+            rows.append([str(layer), str(kept), banks])
+    table("Experts", ["layer", "kept", "banks"], rows)

@@ -205,7 +205,7 @@ def _logits(
                     continue
                 model.load_layer(index)
                 for position, batch in enumerate(made):
-                    progress(f"layer {index + 1} of {depth}", done // passes, work)
+                    progress(f"layer {index} ({index + 1} of {depth})", done // passes, work)
                     stream.step(position)
                     done += int(batch.lengths.sum())
                 model.release_layer(index)

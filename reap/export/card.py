@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from reap.artifacts import Evaluation, Format, ModelSpec, Plan
+from reap.artifacts.evaluation import Estimate
 
 _START = "<!-- reap:measured -->"
 _END = "<!-- /reap:measured -->"
@@ -48,8 +50,7 @@ def model_card(plan: Plan, spec: ModelSpec) -> str:
         f"| **loaded weights** | **{water.weights:,}** |",
         f"| carried, not loaded by mlx-lm | {water.carried:,} |",
         "",
-        f"Predicted damage {plan.damage:.4g}; no plan under the same constraints is predicted "
-        f"below {plan.lower_bound:.4g}.",
+        _damage(plan),
         "",
         "## Measured",
         "",
@@ -78,6 +79,20 @@ def _bank(formats: dict[str, Format]) -> str:
     return ", ".join(f"{name} {format.label}" for name, format in formats.items())
 
 
+def _damage(plan: Plan) -> str:
+    unit = plan.settings.get("damage_unit", "")
+    text = f"Predicted damage {plan.damage:.4g} {unit}".rstrip()
+    if "recipe" in plan.settings:
+        return f"{text}; the plan is the plain recipe {plan.settings['recipe']!r}."
+    return f"{text}; no plan under the same constraints is predicted below {plan.lower_bound:.4g}."
+
+
+def _with_error(estimate: Estimate, digits: int) -> str:
+    """The error is unknown (NaN) where there is a single document."""
+    value = f"{estimate.value:.{digits}f}"
+    return value if math.isnan(estimate.error) else f"{value} ± {estimate.error:.{digits}f}"
+
+
 def add_measurement(checkpoint: Path, evaluation: Evaluation) -> None:
     """Put an evaluation's figures into the card of a checkpoint that reap wrote."""
     card = checkpoint / "README.md"
@@ -102,19 +117,16 @@ def _measured(evaluation: Evaluation) -> list[str]:
     lines = [head, rule]
     for domain in evaluation.domains:
         score = evaluation.domain_score(domain)
-        row = (
-            f"| {domain} | {score.tokens:,} | {score.perplexity.value:.3f} ± "
-            f"{score.perplexity.error:.3f} |"
-        )
+        row = f"| {domain} | {score.tokens:,} | {_with_error(score.perplexity, 3)} |"
         if score.base_perplexity and score.kl and score.same_top:
             row += (
-                f" {score.base_perplexity.value:.3f} | {score.kl.value:.4f} ± {score.kl.error:.4f}"
+                f" {score.base_perplexity.value:.3f} | {_with_error(score.kl, 5)}"
                 f" | {100 * score.same_top.value:.1f} % |"
             )
         lines.append(row)
     if compared:
         kl = evaluation.mean_kl
-        lines += ["", f"Mean KL over the domains: {kl.value:.4f} ± {kl.error:.4f} nats."]
+        lines += ["", f"Mean KL over the domains: {_with_error(kl, 5)} nats."]
     lines += [
         "",
         f"Sequences of {evaluation.sequence_length} tokens; errors clustered by document.",

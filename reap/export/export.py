@@ -60,7 +60,7 @@ def export(
         writer = ShardWriter(partial)
         total = len(source.layers) + 1
         for index in range(len(source.layers)):
-            progress(f"writing layer {index + 1} of {len(source.layers)}", index, total)
+            progress(f"writing layer {index} ({index + 1} of {len(source.layers)})", index, total)
             writer.add(_layer_tensors(source, plan, spec, index))
             writer.evaluate()
             mx.clear_cache()
