@@ -182,7 +182,7 @@ def _line(row: dict) -> str:
     name = f"**{row['plan']}** (default plan)" if not more else row["plan"]
     return (
         f"| {row['share']:.0%} | {name} | {row['kept']} | "
-        f"{row['kl']:.4f} ± {row['kl_error']:.4f} | {more} |"
+        f"{row['kl']:.5f} ± {row['kl_error']:.5f} | {more} |"
     )
 
 
