@@ -32,12 +32,14 @@ from reap.artifacts import (
     Saliency,
     Waterfall,
 )
+from reap.artifacts.evaluation import Estimate
+from reap.artifacts.files import sha256
 from reap.errors import ArtifactError, ReapError
 from reap.report import render, write_report
-from reap.report.charts import Axis
-from reap.report.data import ReportData, band
-from reap.report.figures import packed_map
-from reap.report.formatting import Unit, decimal, plus_minus, significant, tick
+from reap.report.charts import NARROW, WIDE, Axis, Dot, Frame, Mark, Row, dots, scatter
+from reap.report.data import FormatTrial, ReportData, band, spearman
+from reap.report.figures import KL_BANDS, packed_map
+from reap.report.formatting import Unit, decimal, nats, plus_minus, practically, significant, tick
 
 MXFP4, TWO_BIT = Format(4, 32, "mxfp4"), Format(2, 128, "affine")
 HOSTILE = "evil</script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;"
@@ -377,7 +379,8 @@ def test_verdict_says_what_was_kept_and_what_it_cost(data: ReportData, plan: Pla
     assert f"keeps {kept} of 128 experts in {share:.0f} % of their bytes" in text
     assert "in the band “typical 4-bit”" in text
     assert "models with pruned experts usually near 0.1" in text
-    assert "Of 5 plain recipes" in text and "closer to the original than 4" in text
+    assert "Of 5 other plans measured on the same documents, it is clearly closer" in text
+    assert text.endswith("to the original than 4, not clearly different from 1.")
 
 
 def test_without_evaluation_it_says_so(saliency: Saliency, plan: Plan) -> None:
@@ -485,13 +488,17 @@ def test_doubts_are_said_aloud(
     other = replace(
         plan,
         provenance=replace(plan.provenance, inputs={"s": "0" * 64}),
-        settings={"assumed": ["kappa = 1"]},
+        settings={
+            "assumed": ["kappa = 1"],
+            "warnings": ["layers 3 (4) keep fewer experts than 0.5 × the mean of 12."],
+        },
         waterfall=replace(plan.waterfall, budget=1000),
     )
     paths = write_files(tmp_path, saliency, other, leaked)
     words = " ".join(report(tmp_path / "r.html", paths).notices)
     assert "not made from this saliency file" in words
-    assert "assumed what was not measured: kappa = 1." in words
+    assert "assumed what was not measured: kappa = 1 (dropping an expert costs" in words
+    assert "The planner warns: layers 3 (4) keep fewer experts" in words
     assert "over its budget" in words
     assert "also calibration text" in words
     assert "may belong to another plan" in words
@@ -679,6 +686,276 @@ def test_script_runs_in_a_browser(
     image = tmp_path / "report.png"
     browse(browser, tmp_path / "profile", f"--screenshot={image}", out.as_uri())
     assert image.stat().st_size > 20_000
+
+
+def of_plan(evaluation: Evaluation, sha: str) -> Evaluation:
+    """The evaluation as it is if its checkpoint was made from the plan file with this sha256."""
+    return replace(evaluation, provenance=replace(evaluation.provenance, inputs={"plan": sha}))
+
+
+def test_evaluation_of_another_plan_is_refused(
+    tmp_path: Path, saliency: Saliency, plan: Plan, evaluation: Evaluation
+) -> None:
+    foreign = write_files(tmp_path, saliency, plan, of_plan(evaluation, "0" * 64))
+    with pytest.raises(ReapError, match=r"evaluation\.json is of .* than .*plan\.json") as caught:
+        report(tmp_path / "r.html", foreign)
+    assert caught.value.hint and "evaluate the checkpoint of this plan" in caught.value.hint
+    assert not (tmp_path / "r.html").exists()
+    own = of_plan(replace(evaluation, expert_bytes=10), sha256(tmp_path / "plan.json"))
+    own.save(tmp_path / "evaluation.json", force=True)
+    data = report(tmp_path / "r.html", foreign)
+    assert "may belong to another plan" not in " ".join(data.notices)
+
+
+def test_chance_is_that_of_each_layers_count(saliency: Saliency, plan: Plan) -> None:
+    data = ReportData.build(saliency, plan)
+    random = np.random.default_rng(0)
+    for layer in data.layers:
+        drawn = [{*random.choice(32, layer.kept, replace=False).tolist()} for _ in range(2000)]
+        found = np.mean([len(a & b) / len(a | b) for a, b in zip(drawn[::2], drawn[1::2])])
+        assert layer.chance == pytest.approx(found, abs=0.02)
+    page = render(data)
+    for layer in data.layers:
+        assert f"Layer {layer.layer}: {layer.chance:.2f} by chance" in page
+
+
+def test_missing_stability_is_explained(saliency: Saliency, plan: Plan) -> None:
+    (corpus, *_) = saliency.provenance.corpora
+    empty = saliency.tokens.copy()
+    empty[1] = 0
+    one = replace(
+        saliency,
+        tokens=empty,
+        provenance=replace(saliency.provenance, corpora=(replace(corpus, documents=1),)),
+    )
+    words = Page(render(ReportData.build(one, plan))).words
+    assert "the calibration text is a single one." in words
+    assert "for the text is a single document" in words
+    whole = replace(plan, layers=tuple(LayerPlan(x.layer, tuple(range(32)), 32)
+                                       for x in plan.layers))  # fmt: skip
+    assert (
+        "cannot be shown: every expert is kept"
+        in Page(render(ReportData.build(saliency, whole))).words
+    )
+
+
+def test_what_is_undefined_is_a_dash(
+    saliency: Saliency, plan: Plan, evaluation: Evaluation
+) -> None:
+    constant = tuple(
+        replace(d, nll=2.0 * d.tokens, nll_squared=4.0 * d.tokens, base_nll=2.0 * d.tokens,
+                base_nll_squared=4.0 * d.tokens, nll_cross=4.0 * d.tokens)
+        for d in evaluation.documents
+    )  # fmt: skip
+    silent = replace(saliency, count=saliency.count.copy(), gate2_norm2=saliency.gate2_norm2.copy())
+    silent.count[:, 1], silent.gate2_norm2[:, 1] = 0, 0
+    page = Page(render(ReportData.build(silent, plan, replace(evaluation, documents=constant))))
+    assert re.search(r"Cor\(ln\(PPL\(Q\)\), ln\(PPL\(base\)\)\) : +–", page.words)
+    assert "no routed token of this domain" in page.words
+    assert not re.search(r"\bnan\b", page.words)
+
+
+def test_rivals_are_called_what_they_are(
+    saliency: Saliency, plan: Plan, evaluation: Evaluation
+) -> None:
+    def words(*labels: str) -> str:
+        others = [make_evaluation(saliency, plan, label=label, kl=0.3) for label in labels]
+        return Page(render(ReportData.build(saliency, plan, evaluation, others))).words
+
+    assert "Against other plans" in words("plain: random", "mine")
+    assert "Against plain recipes" in words("plain: random", "Plain REAP")
+    assert "It is clearly closer to the original than the one other plan" in words("mine")
+
+
+def test_rivals_on_other_text_are_listed_but_not_drawn(
+    saliency: Saliency, plan: Plan, evaluation: Evaluation
+) -> None:
+    rival = make_evaluation(saliency, plan, label="near", kl=0.3)
+    corpora = tuple(replace(c, sha256="f" * 64) for c in rival.provenance.corpora)
+    far = replace(rival, label="far", provenance=replace(rival.provenance, corpora=corpora))
+    data = ReportData.build(saliency, plan, evaluation, [rival, far])
+    assert [c.outcome for c in data.contenders] == ["", "closer", "not comparable: other documents"]
+    text = render(data)
+    (chart,) = (svg for svg in re.findall(r"<svg.*?</svg>", text, re.S) if "Size against" in svg)
+    assert "near" in chart and "far" not in chart
+    assert "listed but not drawn" in Page(text).words
+    alone = ReportData.build(saliency, plan, evaluation, [far])
+    assert "Size against divergence" not in render(alone)
+
+
+def test_identical_results_are_called_so(
+    saliency: Saliency, plan: Plan, evaluation: Evaluation
+) -> None:
+    data = ReportData.build(saliency, plan, evaluation, [replace(evaluation, label="twin")])
+    assert data.contenders[1].outcome == "identical"
+    assert "It is identical in its answers to the one other plan" in " ".join(data.verdict)
+    assert "than 0" not in " ".join(data.verdict)
+
+
+def test_bound_is_left_out_for_plain_recipes(saliency: Saliency, plan: Plan) -> None:
+    recipe = replace(plan, settings={"recipe": "random", "seed": 3, "damage_unit": "nats"})
+    words = Page(render(ReportData.build(saliency, recipe))).words
+    assert "can be below" not in words and "random, seed 3" in words
+    assert "Predicted damage 0.04120 nats, of the plain recipe “random”" in words
+    assert "can be below" in Page(render(ReportData.build(saliency, plan))).words
+
+
+def test_nothing_needed_pruning(saliency: Saliency, plan: Plan) -> None:
+    whole = replace(
+        plan,
+        layers=tuple(LayerPlan(x.layer, tuple(range(32)), 32) for x in plan.layers),
+        damage=0.0,
+        lower_bound=0.0,
+        alternatives={},
+        settings={"identity": True},
+    )
+    data = ReportData.build(saliency, whole)
+    assert "Nothing needed pruning" in " ".join(data.verdict)
+    assert "Nothing needed pruning: the whole model fits, so" in Page(render(data)).words
+
+
+def test_damage_has_its_unit(saliency: Saliency, plan: Plan) -> None:
+    for unit in ("nats", "relative squared error"):
+        page = Page(render(ReportData.build(
+            saliency, replace(plan, settings={"damage_unit": unit}))))  # fmt: skip
+        assert f"predicted damage, {unit}" in page.words
+        assert f"Predicted damage 0.04120 {unit}" in page.words
+
+
+def test_settings_are_in_plain_words(saliency: Saliency, plan: Plan) -> None:
+    settings = {
+        "budget": None, "size": 9_564_240, "context": 8192, "reserve": 0.08, "layout": "auto",
+        "trunk": "source", "low_down": None, "min_experts": None, "min_bank": 1, "keep": [],
+        "protect_super": 0, "domains": "worst", "clamp": "auto", "identity": False,
+        "assumed": ["rho = 0.1 for 2-bit g128"], "domains_kept": {"code": 0.981},
+        "low_bank": {"rule": "A 2-bit g128 bank pays below a ratio of 0.47.", "rho": 0.1},
+        "warnings": ["mind the gap."],
+    }  # fmt: skip
+    data = ReportData.build(saliency, replace(plan, settings=settings))
+    rows = dict(data.settings)
+    assert list(rows) == [
+        "Size of the weights", "Layout", "Trunk", "Does a low bank pay?",
+        "Calibration domains weighed", "Energy kept of each domain", "Assumed, not measured",
+    ]  # fmt: skip
+    assert rows["Size of the weights"] == "9.56\xa0MB"
+    assert rows["Energy kept of each domain"] == "code 98.1\xa0%"
+    assert "costs the block's output this part of its energy" in rows["Assumed, not measured"]
+    assert "of dropping it (kappa)" in rows["Does a low bank pay?"]
+    words = Page(render(data)).words
+    assert words.count("A 2-bit g128 bank pays below a ratio of 0.47;") == 2
+    assert "memory budget" not in words.lower() and "Size of the weights" in words
+    budget = replace(plan, settings=settings | {"budget": 10**7, "size": None})
+    assert dict(ReportData.build(saliency, budget).settings)["Room for a context of"] == (
+        "8,192 tokens")  # fmt: skip
+
+
+def test_dense_layers_are_named_once(data: ReportData) -> None:
+    assert Page(render(data)).words.count("Layer 0 is dense") == 1
+
+
+def test_long_names_fit_or_have_a_tip() -> None:
+    name = "uniform REAP at high precision"
+    row = Row(name, [Dot(1.0, "c1", "tip")])
+    assert f">{name}</text>" in dots(Frame("t", "d", width=WIDE), [row], x=(0, 2))
+    assert f"<title>{name}</title>" in dots(Frame("t", "d", width=NARROW), [row], x=(0, 2))
+
+
+def test_original_is_not_hidden_under_the_plan(data: ReportData) -> None:
+    (chart,) = (s for s in re.findall(r"<svg.*?</svg>", render(data), re.S)
+                if "<title>Perplexity by domain" in s)  # fmt: skip
+    heights = re.findall(r'cy="([^"]+)"', chart)
+    assert len(heights) == len({*heights}) == 6
+
+
+def test_every_band_of_a_chart_has_its_name() -> None:
+    rows = [Row("code", [Dot(6e-6, "c1", "tip")])]
+    chart = dots(Frame("t", "d"), rows, x=(1e-6, 0.3), log=True, bands=KL_BANDS)
+    for name in ("identical", "very close", "typical 4-bit", "substantial"):
+        assert f">{name}</text>" in chart
+
+
+def test_divergence_below_the_axis_has_a_mark() -> None:
+    mark = Mark(1.0, 0.0, 0.0, "same", "s-high", "tip")
+    assert ">≤ same</text>" in scatter(Frame("t", "d"), [mark], x=(0, 2), y=(1e-5, 1))
+    assert ">≤</text>" in dots(
+        Frame("t", "d"), [Row("code", [Dot(0.0, "c1", "tip")])], x=(1e-5, 1), log=True
+    )
+
+
+def test_small_numbers_keep_their_digits() -> None:
+    assert nats(Estimate(6.1e-6, 5e-7)) == "0.0000061 ± 0.0000005"
+    assert nats(Estimate(0.0213, 0.0012)) == "0.0213 ± 0.0012"
+    assert nats(Estimate(6.1e-9, 5e-10)) == "(6.1 ± 0.5) × 10⁻⁹"
+    assert nats(Estimate(6.1e-9, float("nan"))) == "6.1 × 10⁻⁹"
+    assert practically(3.9e-11) == "≈ 0" and practically(0.0123) == "0.012"
+
+
+def test_absurd_ratios_are_put_in_words() -> None:
+    def trial(drop: float, low: float) -> str:
+        one = np.array([1.0])
+        return FormatTrial("2-bit", 0.5, 16 * one, low * one, drop * one).comparison
+
+    assert "dropping costs practically nothing" in trial(3.9e-13, 0.01)
+    assert "they cost practically nothing" in trial(0.01, 3.9e-13)
+    assert trial(0.5, 0.25) == "dropping costs 2.0 times as much (median)"
+
+
+def test_paired_ratio_stands_beside_the_perplexity(
+    data: ReportData, evaluation: Evaluation
+) -> None:
+    (code, *_) = data.ratios
+    assert code is not None
+    mine = [d for d in evaluation.documents if d.domain == "code"]
+    log_ratio = sum(d.nll - d.base_nll for d in mine) / sum(d.tokens for d in mine)
+    assert code.value == pytest.approx(np.exp(log_ratio))
+    assert code.error < data.scores[0].perplexity.error / 50
+    assert f"{code.value:.4f} ± {code.error:.4f}" in Page(render(data)).words
+
+
+def test_reference_bands_have_a_source(data: ReportData) -> None:
+    words = Page(render(data)).words
+    assert "smcleod.net" in words and "llama.cpp, pull request 6936" in words
+
+
+def test_rank_correlation_is_spearmans() -> None:
+    assert spearman([1, 2, 3, 4], [10, 20, 30, 4000]) == pytest.approx(1)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    # Ranks 1, 2.5, 2.5, 4 against 1, 3, 2, 4: covariance 4.5, variances 4.5 and 5.
+    assert spearman([1, 2, 2, 3], [1, 3, 2, 4]) == pytest.approx(4.5 / np.sqrt(4.5 * 5))
+    assert spearman([1, 2], [1, 2]) is None and spearman([1, 1, 1], [1, 2, 3]) is None
+
+
+def test_predictions_are_set_against_measurements(
+    tmp_path: Path, saliency: Saliency, plan: Plan, evaluation: Evaluation
+) -> None:
+    plan = replace(plan, settings={"damage_unit": "nats"})
+    rivals, plans = [], []
+    for index, damage in enumerate((0.5, 0.4, 0.3, 0.2)):
+        unit = "nats" if index < 3 else "relative squared error"
+        path = tmp_path / f"plan-{index}.json"
+        recipe = {"damage_unit": unit, "recipe": "random", "seed": index}
+        replace(plan, damage=damage, settings=recipe).save(path)
+        one = make_evaluation(saliency, plan, label=f"rival {index}", kl=0.6 - 0.1 * index)
+        rivals.append(of_plan(one, sha256(path)))
+        plans.append(path)
+    orphan = tmp_path / "orphan.json"
+    replace(plan, damage=9.0).save(orphan)
+    paths = write_files(tmp_path, saliency, plan, evaluation, rivals)
+    paths["rival_plans"] = [orphan, *plans[::-1]]
+    data = report(tmp_path / "r.html", paths)
+    assert {c.label: c.predicted for c in data.contenders} == {
+        "two-bank plan": 0.0412, "rival 0": 0.5, "rival 1": 0.4, "rival 2": 0.3, "rival 3": None,
+    }  # fmt: skip
+    assert data.rank_correlation == pytest.approx(1)
+    page = Page((tmp_path / "r.html").read_text(encoding="utf-8"))
+    assert "rank correlation over 4 plans: 1.00 ;" in page.words
+    assert "Predicted damage against measured divergence" in page.words
+    assert "1 of the other plans given belong to none of the evaluations" in page.words
+    assert "1 of the other plans given predict damage from another" in page.words
+    paths["rival_plans"] = ()
+    data = report(tmp_path / "s.html", paths)
+    assert data.predictions == data.contenders[:1]
+    assert "Predicted damage against measured" not in render(data)
 
 
 def test_map_json_is_plain(data: ReportData) -> None:

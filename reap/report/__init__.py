@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from reap.artifacts.evaluation import Estimate, Evaluation
 from reap.artifacts.files import refuse_existing, sha256, written_whole
 from reap.artifacts.plan import Plan
 from reap.artifacts.saliency import CRITERIA, Saliency
+from reap.errors import ArtifactError
 from reap.report import formatting
 from reap.report.data import InputFile, ReportData, band
 from reap.report.figures import draw, packed_map
@@ -27,18 +29,27 @@ def write_report(
     plan: Path,
     evaluation: Path | None,
     rivals: Sequence[Path] = (),
+    rival_plans: Sequence[Path] = (),
     force: bool = False,
 ) -> ReportData:
     """Write the report of these files to `out`, one HTML file that needs nothing else.
 
-    `rivals` are evaluations of plain recipes on the same text. The same inputs give the same
-    bytes. Raises ArtifactError for files that cannot be read or do not belong together, ReapError
-    if `out` exists and `force` is not set.
+    `rivals` are evaluations of other plans on the same text, `rival_plans` those plans in any
+    order. The same inputs give the same bytes. Raises ArtifactError for files that cannot be read
+    or do not belong together, ReapError if `out` exists and `force` is not set.
     """
     refuse_existing(out, force)
     loaded_saliency, loaded_plan = Saliency.load(saliency), Plan.load(plan)
     loaded_evaluation = Evaluation.load(evaluation) if evaluation is not None else None
     loaded_rivals = [Evaluation.load(path) for path in rivals]
+    loaded_plans = [(sha256(path), Plan.load(path)) for path in rival_plans]
+    if evaluation is not None and loaded_evaluation is not None:
+        measured = loaded_evaluation.provenance.inputs.get("plan")
+        if measured is not None and measured != sha256(plan):
+            raise ArtifactError(
+                f"{evaluation} is of a checkpoint with another plan than {plan}.",
+                "evaluate the checkpoint of this plan, or give the plan of that checkpoint",
+            )
     files = [
         InputFile("saliency", saliency.name, sha256(saliency), loaded_saliency.provenance),
         InputFile("plan", plan.name, sha256(plan), loaded_plan.provenance),
@@ -50,10 +61,16 @@ def write_report(
             )
         )
     files += [
-        InputFile("recipe", path.name, sha256(path), rival.provenance)
+        InputFile("other evaluation", path.name, sha256(path), rival.provenance)
         for path, rival in zip(rivals, loaded_rivals, strict=True)
     ]
-    data = ReportData.build(loaded_saliency, loaded_plan, loaded_evaluation, loaded_rivals, files)
+    files += [
+        InputFile("other plan", path.name, sha, other.provenance)
+        for path, (sha, other) in zip(rival_plans, loaded_plans, strict=True)
+    ]
+    data = ReportData.build(
+        loaded_saliency, loaded_plan, loaded_evaluation, loaded_rivals, files, loaded_plans
+    )
     html = render(data)
     with written_whole(out, force=force) as partial:
         partial.write_text(html, encoding="utf-8", newline="\n")
@@ -74,6 +91,7 @@ def render(data: ReportData) -> str:
         decimal=formatting.decimal,
         percent=formatting.percent,
         significant=formatting.significant,
+        practically=formatting.practically,
         plus_minus=formatting.plus_minus,
     )
     return environment.get_template("template.html.jinja").render(
@@ -84,7 +102,7 @@ def render(data: ReportData) -> str:
         summary=_llama_block(data),
         band=band,
         criterion=CRITERIA[data.criterion],
-        kl_digits=formatting.digits_for([data.mean_kl.value] if data.mean_kl else [], 4),
+        kl=formatting.nats(Estimate(data.mean_kl.value, math.nan)) if data.mean_kl else "",
         version=__version__,
     )
 
@@ -106,7 +124,7 @@ def _llama_block(data: ReportData) -> str:
         if name == "Mean KLD":
             for percentage, nats in reversed(data.kl_quantiles):
                 label = names.get(percentage, f"{percentage:.1f}%   KLD")
-                blocks[title].append(f"{label:<30} : {nats:11.6f}")
+                blocks[title].append(_llama_line(label, Estimate(nats, math.nan), ""))
     return "\n\n".join(
         "\n".join((f"====== {title} ======", *rows)) for title, rows in blocks.items()
     )
@@ -114,6 +132,11 @@ def _llama_block(data: ReportData) -> str:
 
 def _llama_line(name: str, estimate: Estimate, unit: str) -> str:
     digits = 3 if unit else 6
+    if not math.isfinite(estimate.value):
+        return f"{name:<30} : {formatting.MISSING:>11}"
+    if not unit and 0 < abs(estimate.value) < 1e-5:
+        text = f"{name:<30} : {estimate.value:11.2e}"
+        return text + (f" ± {estimate.error:10.1e}" if math.isfinite(estimate.error) else "")
     text = f"{name:<30} : {estimate.value:11.{digits}f}"
     if estimate.error == estimate.error:
         text += f" ± {estimate.error:10.{digits}f}"

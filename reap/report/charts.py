@@ -117,12 +117,13 @@ class Stack:
 
 @dataclass(frozen=True)
 class Dot:
-    """A value with an optional standard error half-width."""
+    """A value with an optional standard error half-width, drawn `shift` pixels below its row."""
 
     value: float
     css: str
     tip: str
     error: float = 0.0
+    shift: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -328,6 +329,27 @@ def _shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def _name(x: float, y: float, text: str, limit: int, anchor: str | None) -> Markup:
+    """A label; one that is cut has its whole text as a tip."""
+    if len(text) <= limit:
+        return _text(x, y, text, "row", anchor)
+    content = Markup(escape(_shorten(text, limit))) + tag("title", text)
+    return tag("text", content, x=float(x), y=float(y), class_="row", text_anchor=anchor)
+
+
+def _band_rows(spans: Sequence[tuple[float, str]], left: float, right: float) -> list[Point]:
+    """Where to centre each (middle, name) above the chart: x, and a row so that none overlap."""
+    ends: list[float] = []
+    places = []
+    for middle, name in spans:
+        half = 3.1 * len(name)
+        x = min(max(middle, left + half), max(right - half, left + half))
+        row = next((i for i, end in enumerate(ends) if x - half > end + 6), len(ends))
+        ends[row : row + 1] = [x + half]
+        places.append((x, float(row)))
+    return places
+
+
 def dots(
     frame: Frame,
     rows: Sequence[Row],
@@ -341,23 +363,26 @@ def dots(
     x_format: Callable[[float], str] = tick,
 ) -> Markup:
     """Horizontal rows of dots with error bars; `joined` connects a row's dots."""
-    labels = [_shorten(row.label, 26) for row in rows]
-    left = min(24 + 7.0 * max(len(label) for label in labels), 200.0)
-    top = 24.0 if bands or reference else 8.0
+    limit = 26 if frame.width == NARROW else 48
+    left = 24 + 7.0 * min(max(len(row.label) for row in rows), limit)
+    shades = []
+    beyond = Axis(*x, left, frame.width - 22.0, log)
+    for low, high, name in bands:
+        if high > beyond.low and low < beyond.high:
+            ends = beyond(max(low, beyond.low)), beyond(min(high, beyond.high))
+            shades.append((*ends, name))
+    places = _band_rows([((a + b) / 2, name) for a, b, name in shades], left, frame.width - 4.0)
+    top = 24.0 + 13 * max((row for _, row in places), default=0) if bands or reference else 8.0
     pitch = 30
     height = int(top + pitch * len(rows) + 44)
     frame = Frame(frame.title, frame.description, frame.x_label, "", frame.width, height)
     bottom = height - 42.0
     across = Axis(*x, left, frame.width - 22.0, log)
     canvas = _Canvas(frame)
-    for low, high, name in bands:
-        if high <= across.low or low >= across.high:
-            continue
-        x0, x1 = across(max(low, across.low)), across(min(high, across.high))
+    for (x0, x1, name), (at, row) in zip(shades, places, strict=True):
         canvas.add(tag("rect", x=x0, y=top - 4, width=x1 - x0, height=bottom - top + 4,
                        class_="band"))  # fmt: skip
-        if x1 - x0 > 6.2 * len(name):
-            canvas.add(_text((x0 + x1) / 2, top - 9, name, "label", "middle"))
+        canvas.add(_text(at, top - 9 - 13 * row, name, "label", "middle"))
     for value in across.ticks(5):
         at = across(value)
         canvas.add(_line(at, top - 4, at, bottom, "grid"))
@@ -369,13 +394,13 @@ def dots(
         canvas.add(_line(at, top - 4, at, bottom, reference.css))
         anchor = "end" if at > (left + across.end) / 2 else "start"
         canvas.add(_text(at, top - 9, reference.label, "label", anchor))
-    for index, (row, label) in enumerate(zip(rows, labels, strict=True)):
+    for index, one in enumerate(rows):
         y = top + pitch * (index + 0.5)
-        canvas.add(_text(left - 10, y + 4, label, "row", "end"))
-        shown = [d for d in row.dots if math.isfinite(d.value)]
+        canvas.add(_name(left - 10, y + 4, one.label, limit, "end"))
+        shown = [d for d in one.dots if math.isfinite(d.value)]
         if joined and len(shown) > 1:
-            xs = [across(d.value) for d in shown]
-            canvas.add(_line(min(xs), y, max(xs), y, "join"))
+            a, b = shown[0], shown[-1]
+            canvas.add(_line(across(a.value), y + a.shift, across(b.value), y + b.shift, "join"))
         for dot in shown:
             if bars_from_zero:
                 canvas.add(tag("rect", tag("title", dot.tip), x=left, y=y - 8,
@@ -385,7 +410,9 @@ def dots(
             if math.isfinite(dot.error) and dot.error > 0:
                 low = across(max(dot.value - dot.error, across.low))
                 canvas.add(_line(low, y, across(dot.value + dot.error), y, f"error {dot.css}"))
-            canvas.add(_dot(across(dot.value), y, dot.css, dot.tip, 5.0))
+            canvas.add(_dot(across(dot.value), y + dot.shift, dot.css, dot.tip, 5.0))
+            if dot.value < across.low:
+                canvas.add(_text(across.start + 9, y + dot.shift + 4, "≤", "row"))
     return canvas.done()
 
 
@@ -408,21 +435,33 @@ def scatter(
     x: tuple[float, float],
     y: tuple[float, float],
     bands: Sequence[tuple[float, float, str]] = (),
+    log_x: bool = False,
+    diagonal: bool = False,
 ) -> Markup:
-    """Points on a linear x and a log y axis, each with an error bar and its name beside it."""
+    """Points on a log y axis, each with an error bar and its name beside it.
+
+    One that is below an axis stands at its end with "≤" before its name. `diagonal`: where both
+    axes have the same value.
+    """
     left, right, bottom, top = 60.0, frame.width - 16.0, frame.height - 44.0, 28.0
-    across, up = Axis(*x, left, right), Axis(*y, bottom, top, True)
+    across, up = Axis(*x, left, right, log_x), Axis(*y, bottom, top, True)
     canvas = _Canvas(frame)
+    labelled = math.inf
+    taken: list[tuple[float, float, float]] = []
     for low, high, name in bands:
         if high <= up.low or low >= up.high:
             continue
         y0, y1 = up(max(low, up.low)), up(min(high, up.high))
         canvas.add(tag("rect", x=left, y=y1, width=right - left, height=y0 - y1, class_="band"))
-        if y0 - y1 > 14:
-            canvas.add(_text(right - 6, y1 + 13, name, "label", "end"))
+        labelled = min(y1 + 13, labelled - 12)
+        canvas.add(_text(right - 6, labelled, name, "label", "end"))
+        taken.append((right - 12 - 5.6 * len(name), right, labelled))
     _axes(canvas, across, up)
-    # Names keep clear of every dot and of each other.
-    taken = [(across(m.x) - 8, across(m.x) + 8, up(m.y) + 4) for m in marks]
+    first, last = max(across.low, up.low), min(across.high, up.high)
+    if diagonal and first < last:
+        canvas.add(_line(across(first), up(first), across(last), up(last), "reference"))
+    # Names keep clear of every dot, of the bands' names and of each other.
+    taken += [(across(m.x) - 8, across(m.x) + 8, up(m.y) + 4) for m in marks]
     names = []
     for mark in sorted(marks, key=lambda m: (-m.y, m.x, m.label)):
         px, py = across(mark.x), up(mark.y)
@@ -430,13 +469,15 @@ def scatter(
             low = up(max(mark.y - mark.error, up.low))
             canvas.add(_line(px, low, px, up(mark.y + mark.error), f"error {mark.css}"))
         canvas.add(_dot(px, py, mark.css, mark.tip, 6.0))
-        names.append(_place_name(mark, px, py, taken, left, right))
+        below = mark.x < across.low or mark.y < up.low
+        label = f"≤ {mark.label}" if below else mark.label
+        names.append(_place_name(label, px, py, taken, left, right))
     canvas.add(*names)
     return canvas.done()
 
 
 def _place_name(
-    mark: Mark,
+    label: str,
     x: float,
     y: float,
     taken: list[tuple[float, float, float]],
@@ -444,15 +485,16 @@ def _place_name(
     right: float,
 ) -> Markup:
     """The mark's name right or left of it, moved down until it covers nothing."""
-    text = _shorten(mark.label, 34)
-    width = 6.9 * len(text)
+    limit = 48
+    width = 6.9 * min(len(label), limit)
     to_right = x + 12 + width < right or x - 12 - width < left
     x0 = x + 12 if to_right else x - 12 - width
     at = y + 4
     while any(abs(at - y1) < 15 and x0 < b and a < x0 + width for a, b, y1 in taken):
         at += 3
     taken.append((x0, x0 + width, at))
-    name = _text(x + (12 if to_right else -12), at, text, "row", None if to_right else "end")
+    side = 12 if to_right else -12
+    name = _name(x + side, at, label, limit, None if to_right else "end")
     if at - y > 12:
         side = 9 if to_right else -9
         name = _line(x, y, x + side, at - 4, "leader") + name

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reap.artifacts.evaluation import DomainScore, Estimate, Evaluation
+from reap.artifacts.evaluation import DomainScore, Estimate, Evaluation, clustered_mean
 from reap.artifacts.plan import Bank, Plan
 from reap.artifacts.provenance import Corpus, Provenance
 from reap.artifacts.saliency import CRITERIA, Floats, Ints, Saliency
 from reap.artifacts.spec import ModelSpec
 from reap.errors import ArtifactError
-from reap.report.formatting import Unit, count, decimal, digits_for, percent, plus_minus
+from reap.report.formatting import Unit, count, decimal, nats, percent, plus_minus, significant
+from reap.report.settings import assumption, by_size, in_words, low_bank_rule
 
 RARE = 30
 """An expert that fewer tokens than this chose is called rarely routed."""
@@ -62,7 +62,8 @@ class Slice:
 @dataclass(frozen=True)
 class LayerFacts:
     """One MoE layer. Masses are shares of the layer's energy; `agreement` is the Jaccard index of
-    the two halves' best `kept` experts, None where it says nothing (all kept, or an empty half)."""
+    the two halves' best `kept` experts, None where it says nothing (all kept, or an empty half),
+    `chance` about what two random sets of `kept` experts would have."""
 
     layer: int
     kept: int
@@ -71,6 +72,7 @@ class LayerFacts:
     high_mass: float
     low_mass: float
     agreement: float | None
+    chance: float
     never: int
     rare: int
 
@@ -140,6 +142,15 @@ class FormatTrial:
         """Median over the layers of drop error by low-bit error."""
         return float(np.median(self.drop / np.maximum(self.low, 1e-300)))
 
+    @property
+    def comparison(self) -> str:
+        """The ratio in words."""
+        if self.ratio < 1e-3:
+            return "next to them, dropping costs practically nothing (median)"
+        if self.ratio > 1e4:
+            return "next to dropping, they cost practically nothing (median)"
+        return f"dropping costs {significant(self.ratio, 2)} times as much (median)"
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -163,7 +174,9 @@ class Measured:
 @dataclass(frozen=True)
 class Contender:
     """One evaluated checkpoint; `difference` is this plan's KL minus its KL, paired by document,
-    None for the plan itself or where the two cannot be compared (`note` says why)."""
+    None for the plan itself or where the two cannot be compared (`note` says why). `predicted` is
+    its plan's predicted damage, if that plan is known and in the same unit; `plain` whether it is
+    known to be a plain recipe."""
 
     label: str
     own: bool
@@ -173,6 +186,13 @@ class Contender:
     kl: Estimate | None
     difference: Estimate | None = None
     note: str = ""
+    predicted: float | None = None
+    plain: bool = False
+
+    @property
+    def comparable(self) -> bool:
+        """Whether its divergence can stand in one chart with the plan's."""
+        return self.kl is not None and (self.own or self.difference is not None)
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -192,6 +212,8 @@ class Contender:
         if self.interval is None:
             return "not decided: too few documents"
         low, high = self.interval
+        if low == high == 0:
+            return "identical"
         if high < 0:
             return "closer"
         return "further off" if low > 0 else "not clearly different"
@@ -227,9 +249,17 @@ class ReportData:
     kept_rare: int
     measured: Measured | None
     damage: float
-    lower_bound: float
+    damage_unit: str
+    lower_bound: float | None
+    recipe: str
+    identity: bool
+    low_bank_rule: str
+    by_size: bool
+    dense: tuple[int, ...]
     alternatives: tuple[tuple[str, float], ...]
     scores: tuple[DomainScore, ...]
+    ratios: tuple[Estimate | None, ...]
+    ratio: Estimate | None
     perplexity: Estimate | None
     base_perplexity: Estimate | None
     mean_kl: Estimate | None
@@ -253,9 +283,43 @@ class ReportData:
     @property
     def gap(self) -> float:
         """How far the predicted damage may be above the best possible, as a fraction."""
+        if self.lower_bound is None:
+            return math.nan
         if self.damage == self.lower_bound:
             return 0.0
         return self.damage / self.lower_bound - 1 if self.lower_bound > 0 else math.nan
+
+    @property
+    def rivals_are_plain(self) -> bool:
+        others = [c for c in self.contenders if not c.own]
+        return all(c.plain for c in others)
+
+    @property
+    def predictions(self) -> tuple[Contender, ...]:
+        """The comparable checkpoints with a prediction to set against the measurement."""
+        return tuple(c for c in self.contenders if c.comparable and c.predicted is not None)
+
+    @property
+    def rank_correlation(self) -> float | None:
+        """Spearman's, of predicted damage and measured divergence; None if it says nothing."""
+        known = self.predictions
+        return spearman(
+            [c.predicted for c in known if c.predicted is not None],
+            [c.kl.value for c in known if c.kl is not None],
+        )
+
+    @property
+    def no_stability(self) -> str:
+        """Why no layer has an agreement of the halves; "" if one has."""
+        if any(layer.agreement is not None for layer in self.layers):
+            return ""
+        if all(layer.kept == self.spec.num_experts for layer in self.layers):
+            return "every expert is kept, so there is no choice that could differ"
+        if sum(corpus.documents for corpus in self.calibration) == 1:
+            return (
+                "the halves are made of whole documents, and the calibration text is a single one"
+            )
+        return "one half of the calibration text is empty"
 
     @property
     def has_low(self) -> bool:
@@ -273,8 +337,12 @@ class ReportData:
         evaluation: Evaluation | None = None,
         rivals: Sequence[Evaluation] = (),
         files: Sequence[InputFile] = (),
+        rival_plans: Sequence[tuple[str, Plan]] = (),
     ) -> ReportData:
-        """Raises ArtifactError if saliency and plan are of different models."""
+        """`rival_plans`: the rivals' plans, each with the sha256 of its file, in any order.
+
+        Raises ArtifactError if saliency and plan are of different models.
+        """
         _check_same_model(saliency, plan)
         spec = saliency.spec
         named = plan.settings.get("criterion")
@@ -292,7 +360,8 @@ class ReportData:
         scored = evaluation is not None and evaluation.reference is not None
         summary = tuple(evaluation.summary().items()) if evaluation else ()
         figures = dict(summary)
-        contenders = _contenders(evaluation, rivals)
+        plans = {sha: other for sha, other in rival_plans if _same_scale(plan, other)}
+        contenders = _contenders(evaluation, rivals, plan, plans)
         kept = sum(layer.kept for layer in layers)
         mean_kl = evaluation.mean_kl if evaluation and scored else None
         return cls(
@@ -312,8 +381,10 @@ class ReportData:
                 mean_kl,
                 contenders,
                 evaluation,
+                identity=plan.settings.get("identity") is True,
             ),
-            notices=_notices(saliency, plan, evaluation, files),
+            notices=_notices(saliency, plan, evaluation, files)
+            + _unused_plans(plan, rivals, rival_plans),
             kept=kept,
             total=len(layers) * spec.num_experts,
             expert_bytes=waterfall.high + waterfall.low,
@@ -332,11 +403,21 @@ class ReportData:
             kept_rare=int(_is_rare(routed[state != DROPPED]).sum()),
             measured=_measured(saliency, plan),
             damage=plan.damage,
-            lower_bound=plan.lower_bound,
+            damage_unit=str(plan.settings.get("damage_unit") or ""),
+            lower_bound=None if "recipe" in plan.settings else plan.lower_bound,
+            recipe=str(plan.settings.get("recipe", "")),
+            identity=plan.settings.get("identity") is True,
+            low_bank_rule=low_bank_rule(plan),
+            by_size=by_size(plan),
+            dense=tuple(sorted({*range(spec.num_layers)} - {x.layer for x in spec.moe_layers})),
             alternatives=tuple(sorted(plan.alternatives.items(), key=lambda item: item[1])),
             scores=tuple(evaluation.domain_score(d) for d in evaluation.domains)
             if evaluation
             else (),
+            ratios=tuple(_ratio(evaluation, d) if scored else None for d in evaluation.domains)
+            if evaluation
+            else (),
+            ratio=figures.get("Mean PPL(Q)/PPL(base)"),
             perplexity=figures.get("Mean PPL(Q)"),
             base_perplexity=figures.get("Mean PPL(base)"),
             mean_kl=mean_kl,
@@ -350,7 +431,7 @@ class ReportData:
             calibration=saliency.provenance.corpora,
             evaluation_text=evaluation.provenance.corpora if evaluation else (),
             files=tuple(files),
-            settings=tuple((key, _setting(value)) for key, value in sorted(plan.settings.items())),
+            settings=in_words(plan, unit),
         )
 
 
@@ -362,8 +443,62 @@ def bank_label(formats: Bank) -> str:
     return ", ".join(f"{name} {fmt.label}" for name, fmt in formats.items())
 
 
-def _setting(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
+    """Rank correlation, equal values with their mean rank; None below three pairs or if one side
+    has only one value."""
+    if len(x) < 3:
+        return None
+
+    def ranks(values: Sequence[float]) -> Floats:
+        _, place, number = np.unique(values, return_inverse=True, return_counts=True)
+        return np.asarray((np.cumsum(number) - (number - 1) / 2)[place], dtype=np.float64)
+
+    a, b = (ranks(v) - (len(x) + 1) / 2 for v in (x, y))
+    spread = math.sqrt(float((a * a).sum() * (b * b).sum()))
+    return float((a * b).sum()) / spread if spread > 0 else None
+
+
+def _same_scale(plan: Plan, other: Plan) -> bool:
+    """Whether the predicted damages of two plans can be compared."""
+    a, b = plan.provenance, other.provenance
+    scales = [(p.settings.get("damage_unit"), p.settings.get("domains", "sum"))
+              for p in (plan, other)]  # fmt: skip
+    return (
+        a.config_sha256 == b.config_sha256
+        and a.inputs.get("saliency") == b.inputs.get("saliency")
+        and scales[0] == scales[1]
+    )
+
+
+def _unused_plans(
+    plan: Plan, rivals: Sequence[Evaluation], rival_plans: Sequence[tuple[str, Plan]]
+) -> tuple[str, ...]:
+    measured = {rival.provenance.inputs.get("plan") for rival in rivals}
+    unmatched = sum(sha not in measured for sha, _ in rival_plans)
+    other = sum(sha in measured and not _same_scale(plan, p) for sha, p in rival_plans)
+    notices = []
+    if unmatched:
+        notices.append(
+            f"{unmatched} of the other plans given belong to none of the evaluations, so their "
+            "predictions are not shown."
+        )
+    if other:
+        notices.append(
+            f"{other} of the other plans given predict damage from another saliency file or in "
+            "another unit, so their predictions are not shown."
+        )
+    return tuple(notices)
+
+
+def _ratio(evaluation: Evaluation, domain: str) -> Estimate:
+    """PPL of the checkpoint by that of the reference, paired by document."""
+    documents = [d for d in evaluation.documents if d.domain == domain]
+    log_ratio = clustered_mean(
+        np.array([d.nll - d.base_nll for d in documents]),
+        np.array([d.tokens for d in documents], dtype=np.float64),
+    )
+    ratio = math.exp(log_ratio.value)
+    return Estimate(ratio, ratio * log_ratio.error)
 
 
 def _check_same_model(saliency: Saliency, plan: Plan) -> None:
@@ -437,6 +572,7 @@ def _layers(saliency: Saliency, plan: Plan, energy: Floats, state: Ints) -> tupl
             agreement=float(common[i] / union[i])
             if seen[i] and 0 < len(layer.kept) < plan.num_experts
             else None,
+            chance=len(layer.kept) / (2 * plan.num_experts - len(layer.kept)),
             never=int((routed[i] == 0).sum()),
             rare=int(_is_rare(routed[i]).sum()),
         )
@@ -569,16 +705,24 @@ def _quantiles(evaluation: Evaluation) -> tuple[tuple[float, float], ...]:
 
 
 def _contenders(
-    evaluation: Evaluation | None, rivals: Sequence[Evaluation]
+    evaluation: Evaluation | None,
+    rivals: Sequence[Evaluation],
+    plan: Plan,
+    rival_plans: Mapping[str, Plan],
 ) -> tuple[Contender, ...]:
-    """The plan's own checkpoint first, then the rivals by rising KL."""
-    others = [_contender(rival, evaluation) for rival in rivals]
-    others.sort(key=lambda c: (c.kl is None, c.kl.value if c.kl else 0.0, c.label))
-    own = (_contender(evaluation, None, own=True),) if evaluation else ()
+    """The plan's own checkpoint first, then the rivals by rising KL, those not comparable last."""
+    others = [
+        _contender(rival, evaluation, rival_plans.get(rival.provenance.inputs.get("plan", "")))
+        for rival in rivals
+    ]
+    others.sort(key=lambda c: (not c.comparable, c.kl.value if c.kl else 0.0, c.label))
+    own = (_contender(evaluation, None, plan, own=True),) if evaluation else ()
     return own + tuple(others)
 
 
-def _contender(subject: Evaluation, against: Evaluation | None, *, own: bool = False) -> Contender:
+def _contender(
+    subject: Evaluation, against: Evaluation | None, plan: Plan | None, *, own: bool = False
+) -> Contender:
     difference, note = None, ""
     if not own:
         difference, note = _difference(against, subject)
@@ -591,6 +735,8 @@ def _contender(subject: Evaluation, against: Evaluation | None, *, own: bool = F
         kl=subject.mean_kl if subject.reference is not None else None,
         difference=difference,
         note=note,
+        predicted=plan.damage if plan else None,
+        plain="plain" in subject.label.lower() or (plan is not None and "recipe" in plan.settings),
     )
 
 
@@ -599,10 +745,14 @@ def _difference(ours: Evaluation | None, rival: Evaluation) -> tuple[Estimate | 
         return None, "not evaluated"
     if ours.reference is None or rival.reference is None:
         return None, "not comparable: no reference"
-    if ours.reference != rival.reference:
+    configs = [e.provenance.inputs.get("reference config.json") for e in (ours, rival)]
+    if ours.reference != rival.reference or (all(configs) and configs[0] != configs[1]):
         return None, "not comparable: another reference"
     if ours.sequence_length != rival.sequence_length:
         return None, "not comparable: another sequence length"
+    texts = [{c.domain: c.sha256 for c in e.provenance.corpora} for e in (ours, rival)]
+    if all(texts) and texts[0] != texts[1]:
+        return None, "not comparable: other documents"
     try:
         return ours.kl_difference(rival), ""
     except ArtifactError:
@@ -619,6 +769,8 @@ def _verdict(
     mean_kl: Estimate | None,
     contenders: Sequence[Contender],
     evaluation: Evaluation | None,
+    *,
+    identity: bool,
 ) -> tuple[str, ...]:
     total = len(spec.moe_layers) * spec.num_experts
     share = percent(expert_bytes / base_bytes, 0) if base_bytes else "0 %"
@@ -627,6 +779,10 @@ def _verdict(
         f"The plan keeps {what} {count(total)} experts in {share} of their bytes: "
         f"{unit.text(expert_bytes)} instead of {unit.text(base_bytes)}."
     ]
+    if identity:
+        sentences.append("Nothing needed pruning: the whole model fits as it is.")
+    if evaluation is None and identity:
+        return tuple(sentences)
     if evaluation is None:
         sentences.append(
             "What that costs has not been measured: there is no evaluation yet, and the predicted "
@@ -641,10 +797,9 @@ def _verdict(
             "this does not say what was lost."
         )
         return tuple(sentences)
-    digits = digits_for([mean_kl.value], 4)
     sentences.append(
         f"Perplexity goes from {decimal(base.value, 2)} to {decimal(perplexity.value, 2)}; "
-        f"the mean KL divergence from the original is {plus_minus(mean_kl, digits)} nats, "
+        f"the mean KL divergence from the original is {nats(mean_kl)} nats, "
         f"{_in_band(mean_kl.value)}."
     )
     if kept < total:
@@ -654,14 +809,28 @@ def _verdict(
         )
     compared = [c for c in contenders if c.interval is not None]
     if compared:
-        closer = sum(c.outcome == "closer" for c in compared)
-        further = sum(c.outcome == "further off" for c in compared)
-        sentences.append(
-            f"Of {len(compared)} plain {'recipe' if len(compared) == 1 else 'recipes'} measured on "
-            f"the same documents, it is clearly closer to the original than {closer}, clearly "
-            f"further off than {further}."
-        )
+        sentences.append(_against(compared))
     return tuple(sentences)
+
+
+def _against(compared: Sequence[Contender]) -> str:
+    """How the plan stands against those measured on the same documents."""
+    kind = "plain recipe" if all(c.plain for c in compared) else "other plan"
+    total = len(compared)
+    parts = []
+    for outcome, words in (
+        ("closer", "clearly closer to the original than"),
+        ("further off", "clearly further off than"),
+        ("not clearly different", "not clearly different from"),
+        ("identical", "identical in its answers to"),
+    ):
+        number = sum(c.outcome == outcome for c in compared)
+        if number:
+            parts.append(f"{words} {f'all {total}' if 1 < number == total else number}")
+    if total == 1:
+        words = parts[0].rpartition(" ")[0]
+        return f"It is {words} the one {kind} measured on the same documents."
+    return f"Of {total} {kind}s measured on the same documents, it is {', '.join(parts)}."
 
 
 def _in_band(kl: float) -> str:
@@ -685,18 +854,25 @@ def _notices(
     assumed = plan.settings.get("assumed")
     if isinstance(assumed, list) and assumed:
         notices.append(
-            f"The planner assumed what was not measured: {'; '.join(map(str, assumed))}."
+            "The planner assumed what was not measured: "
+            f"{'; '.join(assumption(str(note)) for note in assumed)}."
         )
+    warned = plan.settings.get("warnings")
+    for warning in warned if isinstance(warned, list) else ():
+        notices.append(f"The planner warns: {warning}")
     if plan.waterfall.slack < 0:
-        notices.append("The plan is over its budget.")
+        notices.append(f"The plan is over its {'size' if by_size(plan) else 'budget'}.")
     half = saliency.tokens.sum(axis=1).min(axis=1)
     if half.min() == 0:
+        single = sum(corpus.documents for corpus in saliency.provenance.corpora) == 1
+        why = ", for the text is a single document" if single else ""
         notices.append(
-            "One half of the calibration text is empty, so stability could not be checked."
+            f"One half of the calibration text is empty{why}, so stability could not be checked."
         )
     if evaluation is not None:
         planned = plan.waterfall.high + plan.waterfall.low
-        if abs(evaluation.expert_bytes - planned) > 0.01 * max(planned, 1):
+        unnamed = "plan" not in evaluation.provenance.inputs
+        if unnamed and abs(evaluation.expert_bytes - planned) > 0.01 * max(planned, 1):
             notices.append(
                 f"The evaluated checkpoint holds {count(evaluation.expert_bytes)} bytes of "
                 f"experts, the plan {count(planned)}: the evaluation may belong to another plan."

@@ -27,7 +27,16 @@ from reap.report.charts import (
     stacked_bar,
 )
 from reap.report.data import BANDS, ReportData, band
-from reap.report.formatting import count, decimal, percent, plus_minus, significant, tick
+from reap.report.formatting import (
+    count,
+    decimal,
+    nats,
+    percent,
+    plus_minus,
+    practically,
+    significant,
+    tick,
+)
 
 KL_BANDS = tuple(
     (low, high, name)
@@ -61,10 +70,13 @@ def draw(data: ReportData) -> dict[str, Figure]:
     if any(score.kl for score in data.scores):
         figures["kl"] = domain_kl(data)
         figures["perplexity"] = domain_perplexity(data)
-    if any(nats > 0 for _, nats in data.kl_quantiles):
+    if any(value > 0 for _, value in data.kl_quantiles):
         figures["quantiles"] = quantiles(data)
-    if len([c for c in data.contenders if c.kl]) > 1:
-        figures["rivals"] = rivals(data)
+    if data.contenders and data.contenders[0].own:
+        if sum(c.comparable for c in data.contenders) > 1:
+            figures["rivals"] = rivals(data)
+        if len(data.predictions) > 1:
+            figures["predictions"] = predictions(data)
     return figures
 
 
@@ -81,7 +93,7 @@ def budget(data: ReportData) -> Figure:
         for part in shown
     ]
     frame = Frame(
-        "Where the budget goes",
+        "Where the bytes go",
         "; ".join(tip for *_, tip in parts),
         width=WIDE,
         height=46,
@@ -249,14 +261,14 @@ def domain_masses(data: ReportData) -> Figure:
 
 def stability(data: ReportData) -> Figure:
     known = [(x.layer, x.agreement, x) for x in data.layers if x.agreement is not None]
-    part = data.uniform / data.spec.num_experts
-    chance = part / (2 - part)
     agreements = [agreement for _, agreement, _ in known]
+    chance = sum(x.chance for _, _, x in known) / len(known)
     tips = [f"Layer {x.layer}: Jaccard {decimal(a, 2)} of the best {x.kept}" for _, a, x in known]
+    by_chance = [f"Layer {x.layer}: {decimal(x.chance, 2)} by chance" for _, _, x in known]
     frame = Frame(
         "Would half the text have kept the same experts?",
         f"Jaccard index of the experts that each half of the calibration text would keep: mean "
-        f"{decimal(sum(agreements) / len(agreements), 2)}, chance {decimal(chance, 2)}.",
+        f"{decimal(sum(agreements) / len(agreements), 2)}, by chance {decimal(chance, 2)}.",
         "layer",
         "Jaccard index",
         WIDE,
@@ -267,19 +279,29 @@ def stability(data: ReportData) -> Figure:
         frame,
         [
             Line(
+                "by chance",
+                [(float(x.layer), x.chance) for _, _, x in known],
+                "s-other",
+                dashed=True,
+                dots=True,
+                tips=by_chance,
+            ),
+            Line(
                 "agreement of the halves",
                 [(float(layer), agreement) for layer, agreement, _ in known],
                 "c1",
                 dots=True,
                 tips=tips,
-            )
+            ),
         ],
         whole_x=True,
         x=(first - 0.5, last + 0.5),
         y=(0, 1.05),
-        references=[Reference(chance)],
     )
-    legend = (("c1", "agreement"), ("dash", f"chance: {decimal(chance, 2)}"))
+    legend = (
+        ("c1", "agreement"),
+        ("dash", f"chance at the layer's count, mean {decimal(chance, 2)}"),
+    )
     return Figure(frame.title, svg, legend, wide=True)
 
 
@@ -298,7 +320,7 @@ def drop_curves(data: ReportData) -> Figure:
             faint.append(Line(name, points, "faint"))
             continue
         tips = [
-            f"Layer {facts.layer}, {n} kept: {significant(e)}"
+            f"Layer {facts.layer}, {n} kept: {practically(e, 3)}"
             for n, e in zip(measured.kept.tolist(), errors)
         ]
         strong.append(Line(name, points, css, dots=True, tips=tips))
@@ -403,9 +425,9 @@ def damage(data: ReportData) -> Figure:
     ]
     highest = max(data.damage, *(value for _, value in data.alternatives))
     frame = Frame(
-        "Predicted damage of plain recipes at no more bytes",
+        "Predicted damage of other plans at no more bytes",
         "; ".join(f"{row.label} {significant(row.dots[0].value)}" for row in rows),
-        "predicted damage",
+        _damage_axis(data),
         width=WIDE,
     )
     svg = dots(
@@ -413,9 +435,15 @@ def damage(data: ReportData) -> Figure:
         rows,
         x=(0, highest * 1.05 or 1.0),
         bars_from_zero=True,
-        reference=Reference(data.lower_bound, "no plan can be below"),
+        reference=None
+        if data.lower_bound is None
+        else Reference(data.lower_bound, "no plan can be below"),
     )
     return Figure(frame.title, svg, wide=True)
+
+
+def _damage_axis(data: ReportData) -> str:
+    return "predicted damage" + (f", {data.damage_unit}" if data.damage_unit else "")
 
 
 def domain_kl(data: ReportData) -> Figure:
@@ -424,12 +452,12 @@ def domain_kl(data: ReportData) -> Figure:
     for score in data.scores:
         if score.kl is None:
             continue
-        tip = f"{score.domain}: {plus_minus(score.kl, 5)} nats, {band(score.kl.value)}"
+        tip = f"{score.domain}: {nats(score.kl)} nats, {band(score.kl.value)}"
         rows.append(Row(score.domain, [Dot(score.kl.value, "c1", tip, score.kl.error)]))
         values.append(score.kl.value)
     if data.mean_kl is not None:
         mean = data.mean_kl
-        tip = f"mean over domains: {plus_minus(mean, 5)} nats, {band(mean.value)}"
+        tip = f"mean over domains: {nats(mean)} nats, {band(mean.value)}"
         rows.append(Row("all domains", [Dot(mean.value, "s-high", tip, mean.error)]))
     frame = Frame(
         "KL divergence from the original, by domain",
@@ -441,7 +469,7 @@ def domain_kl(data: ReportData) -> Figure:
 
 def _kl_range(values: Sequence[float]) -> tuple[float, float]:
     """Whole decades around the values that reach from “very close” to “substantial”."""
-    low, high = spread(values, log=True)
+    low, high = _floor(spread(values, log=True), 1e-8)
     return min(10.0 ** math.floor(math.log10(low)), 1e-3), max(
         10.0 ** math.ceil(math.log10(high)), 0.3
     )
@@ -457,11 +485,17 @@ def domain_perplexity(data: ReportData) -> Figure:
             Row(
                 score.domain,
                 [
-                    Dot(base.value, "s-base", f"{score.domain}, original: {plus_minus(base, 3)}"),
+                    Dot(
+                        base.value,
+                        "s-base",
+                        f"{score.domain}, original: {plus_minus(base, 3)}",
+                        shift=-5.0,
+                    ),
                     Dot(
                         pruned.value,
                         "s-high",
                         f"{score.domain}, this plan: {plus_minus(pruned, 3)}",
+                        shift=5.0,
                     ),
                 ],
             )
@@ -480,11 +514,11 @@ def domain_perplexity(data: ReportData) -> Figure:
 
 
 def quantiles(data: ReportData) -> Figure:
-    points = [(nats, percentage / 100) for percentage, nats in data.kl_quantiles]
-    positive = [nats for nats, _ in points if nats > 0]
+    points = [(value, percentage / 100) for percentage, value in data.kl_quantiles]
+    positive = [value for value, _ in points if value > 0]
     tips = [
-        f"{percentage:g} % of the tokens diverge by {significant(nats)} nats or less"
-        for percentage, nats in data.kl_quantiles
+        f"{percentage:g} % of the tokens diverge by {significant(value)} nats or less"
+        for percentage, value in data.kl_quantiles
     ]
     frame = Frame(
         "How the divergence is spread over tokens",
@@ -512,10 +546,10 @@ def rivals(data: ReportData) -> Figure:
             c.kl.error,
             c.label,
             "s-high" if c.own else "s-other",
-            f"{c.label}: {unit.text(c.weight_bytes)}, {plus_minus(c.kl, 4)} nats",
+            f"{c.label}: {unit.text(c.weight_bytes)}, {nats(c.kl)} nats",
         )
         for c in data.contenders
-        if c.kl is not None
+        if c.comparable and c.kl is not None
     ]
     frame = Frame(
         "Size against divergence",
@@ -525,17 +559,62 @@ def rivals(data: ReportData) -> Figure:
         WIDE,
         380,
     )
-    low, high = spread([mark.y for mark in marks], log=True)
     svg = scatter(
         frame,
         marks,
         x=(0.94 * min(mark.x for mark in marks), 1.06 * max(mark.x for mark in marks)),
-        y=(min(low / 1.4, 5e-3), max(high * 1.4, 0.1)),
+        y=_measured_range(marks),
         bands=KL_BANDS,
     )
-    return Figure(
-        frame.title, svg, (("s-high", "this plan"), ("s-other", "plain recipes")), wide=True
+    return Figure(frame.title, svg, _whose(data), wide=True)
+
+
+def _measured_range(marks: Sequence[Mark]) -> tuple[float, float]:
+    """Holds every mark within eight decades of the largest, and the bands' names."""
+    low, high = _floor(spread([mark.y for mark in marks], log=True), 1e-8)
+    return min(low / 1.4, 5e-5), max(high * 1.4, 0.3)
+
+
+def _whose(data: ReportData) -> tuple[tuple[str, str], ...]:
+    others = "plain recipes" if data.rivals_are_plain else "other plans"
+    return ("s-high", "this plan"), ("s-other", others)
+
+
+def predictions(data: ReportData) -> Figure:
+    marks = [
+        Mark(
+            c.predicted,
+            c.kl.value,
+            c.kl.error,
+            c.label,
+            "s-high" if c.own else "s-other",
+            f"{c.label}: predicted {significant(c.predicted)} {data.damage_unit}, "
+            f"measured {nats(c.kl)} nats",
+        )
+        for c in data.predictions
+        if c.kl is not None and c.predicted is not None
+    ]
+    frame = Frame(
+        "Predicted damage against measured divergence",
+        "; ".join(mark.tip for mark in marks),
+        f"{_damage_axis(data)}, log scale",
+        "mean KL divergence in nats, log scale",
+        WIDE,
+        380,
     )
+    low, high = _floor(spread([mark.x for mark in marks], log=True), 1e-8)
+    in_nats = data.damage_unit == "nats"
+    svg = scatter(
+        frame,
+        marks,
+        x=(low / 1.4, high * 1.4),
+        y=_measured_range(marks),
+        bands=KL_BANDS,
+        log_x=True,
+        diagonal=in_nats,
+    )
+    same = (("dash", "measured as predicted"),) if in_nats else ()
+    return Figure(frame.title, svg, (*_whose(data), *same), wide=True)
 
 
 def packed_map(data: ReportData) -> dict[str, object]:

@@ -69,6 +69,23 @@ def significant(value: float, digits: int = 3) -> str:
     return decimal(value, max(digits - 1 - exponent, 0))
 
 
+def practically(value: float, digits: int = 2) -> str:
+    """`significant`, but what rounding alone explains is "≈ 0"."""
+    return "≈ 0" if 0 < abs(value) < 1e-9 else significant(value, digits)
+
+
+def nats_digits(estimates: Iterable[Estimate | None], least: int = 4) -> int:
+    """Decimals for a column of divergences: two digits of the least value, one of its error."""
+    known = [e for e in estimates if e is not None]
+    errors = [10 * e.error for e in known]
+    return max(digits_for([e.value for e in known], least), digits_for(errors, least))
+
+
+def nats(estimate: Estimate | None, least: int = 4) -> str:
+    """A divergence by itself, with the digits it needs."""
+    return plus_minus(estimate, nats_digits([estimate], least))
+
+
 def digits_for(values: Iterable[float], least: int, most: int = 7) -> int:
     """Decimals that show two significant digits of the smallest positive value of a column."""
     positive = [v for v in values if v > 0 and math.isfinite(v)]
@@ -78,13 +95,27 @@ def digits_for(values: Iterable[float], least: int, most: int = 7) -> int:
 
 
 def plus_minus(estimate: Estimate | None, digits: int, factor: float = 1) -> str:
-    """ "value ± standard error"; without the error where one document gives none."""
+    """ "value ± standard error"; without the error where one document gives none.
+
+    As a power of ten if `digits` decimals would show less than two digits of the value.
+    """
     if estimate is None:
         return MISSING
+    if 0 < abs(factor * estimate.value) < 10.0 ** (1 - digits):
+        return _scientific(factor * estimate.value, factor * estimate.error)
     value = decimal(factor * estimate.value, digits)
     if not math.isfinite(estimate.error):
         return value
     return f"{value} ± {decimal(factor * estimate.error, digits)}"
+
+
+def _scientific(value: float, error: float) -> str:
+    exponent = math.floor(math.log10(abs(value)))
+    power = f"10{str(exponent).translate(_SUPERSCRIPT)}"
+    scale = 10.0**exponent
+    if not math.isfinite(error):
+        return f"{decimal(value / scale, 1)} × {power}"
+    return f"({decimal(value / scale, 1)} ± {decimal(error / scale, 1)}) × {power}"
 
 
 def tick(value: float) -> str:

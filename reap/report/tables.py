@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from reap.artifacts.evaluation import Estimate
 from reap.artifacts.provenance import Corpus
 from reap.report.data import ReportData, band
 from reap.report.formatting import (
@@ -12,8 +13,10 @@ from reap.report.formatting import (
     count,
     decimal,
     digits_for,
+    nats,
     percent,
     plus_minus,
+    practically,
     significant,
 )
 
@@ -48,7 +51,7 @@ def tabulate(data: ReportData) -> dict[str, Table]:
         tables["quantiles"] = Table(
             "Quantiles of the KL divergence over tokens",
             ("percentile", "nats"),
-            tuple((f"{p:g} %", significant(nats)) for p, nats in data.kl_quantiles),
+            tuple((f"{p:g} %", significant(value)) for p, value in data.kl_quantiles),
         )
     if len(data.contenders) > 1 or (data.contenders and not data.contenders[0].own):
         tables["rivals"] = _rivals(data)
@@ -65,9 +68,10 @@ def _budget(data: ReportData) -> Table:
          count(part.bytes))
         for part in data.slices
     ]  # fmt: skip
-    rows.append(("Budget", data.unit.number(data.budget), percent(1.0), count(data.budget)))
+    whole = "Size" if data.by_size else "Budget"
+    rows.append((whole, data.unit.number(data.budget), percent(1.0), count(data.budget)))
     return Table(
-        "Memory budget",
+        "Size of the weights" if data.by_size else "Memory budget",
         ("part", data.unit.name, "share", "bytes"),
         tuple(rows),
         strong=frozenset({len(rows) - 1}),
@@ -84,13 +88,14 @@ def _layers(data: ReportData) -> Table:
             percent(x.kept / data.spec.num_experts, 0),
             percent(x.mass),
             MISSING if x.agreement is None else decimal(x.agreement, 2),
+            MISSING if x.agreement is None else decimal(x.chance, 2),
             count(x.never),
             count(x.rare),
         )
         for x in data.layers
     )
     columns = ("layer", "kept", "high", "low", "of experts", "of energy", "halves agree",
-               "never routed", "rarely routed")  # fmt: skip
+               "by chance", "never routed", "rarely routed")  # fmt: skip
     return Table("Every layer", columns, rows)
 
 
@@ -145,40 +150,45 @@ def _files(data: ReportData) -> Table:
 
 
 def _scores(data: ReportData) -> Table:
-    kl_digits = digits_for([s.kl.value for s in data.scores if s.kl], 4)
     rows = [
         (
             score.domain,
             count(score.documents),
             count(score.tokens),
-            plus_minus(score.base_perplexity, 3),
-            plus_minus(score.perplexity, 3),
-            plus_minus(score.kl, kl_digits),
+            _perplexity(score.base_perplexity),
+            _perplexity(score.perplexity),
+            plus_minus(ratio, 4),
+            nats(score.kl),
             band(score.kl.value) if score.kl else MISSING,
             plus_minus(score.same_top, 2, 100),
         )
-        for score in data.scores
+        for score, ratio in zip(data.scores, data.ratios, strict=True)
     ]
     rows.append(
         (
             "all",
             count(data.evaluated_documents),
             count(data.evaluated_tokens),
-            plus_minus(data.base_perplexity, 3),
-            plus_minus(data.perplexity, 3),
-            plus_minus(data.mean_kl, kl_digits),
+            _perplexity(data.base_perplexity),
+            _perplexity(data.perplexity),
+            plus_minus(data.ratio, 4),
+            nats(data.mean_kl),
             band(data.mean_kl.value) if data.mean_kl else MISSING,
             plus_minus(data.same_top, 2),
         )
     )
     columns = ("domain", "documents", "tokens", "perplexity, original", "perplexity, this plan",
-               "KL, nats", "band", "same top token, %")  # fmt: skip
+               "ratio, paired", "KL, nats", "band", "same top token, %")  # fmt: skip
     return Table("Quality by domain", columns, tuple(rows), strong=frozenset({len(rows) - 1}))
 
 
+def _perplexity(estimate: Estimate | None) -> str:
+    return plus_minus(estimate, digits_for([10 * estimate.error] if estimate else [], 2, 4))
+
+
 def _rivals(data: ReportData) -> Table:
-    known = [c for c in data.contenders if c.kl]
-    digits = digits_for([c.kl.value for c in known if c.kl], 4)
+    digits = digits_for([2 * c.difference.error for c in data.contenders if c.difference], 4)
+    predicted = bool(data.predictions)
     own = data.contenders[0] if data.contenders[0].own else None
     rows = []
     for c in data.contenders:
@@ -186,25 +196,27 @@ def _rivals(data: ReportData) -> Table:
         if c.interval is not None:
             low, high = c.interval
             interval = f"{_signed(low, digits)} … {_signed(high, digits)}"
-        size = c.weight_bytes / own.weight_bytes if own and own.weight_bytes else float("nan")
         rows.append(
             (
                 c.label,
                 data.unit.number(c.weight_bytes),
-                percent(size),
                 data.unit.number(c.expert_bytes),
-                plus_minus(c.perplexity, 3),
-                plus_minus(c.kl, digits),
+                decimal(c.perplexity.value, 2),
+                *([significant(c.predicted) if c.predicted is not None else MISSING]
+                  if predicted else []),
+                nats(c.kl),
                 _signed(c.difference.value, digits) if c.difference else MISSING,
                 interval,
                 c.outcome or MISSING,
             )
-        )
+        )  # fmt: skip
     unit = data.unit.name
-    columns = ("recipe", f"weights, {unit}", "size vs. plan", f"experts, {unit}", "perplexity",
-               "mean KL, nats", "plan − recipe", "95 % interval", "this plan is")  # fmt: skip
+    damage = (f"predicted{f', {data.damage_unit}' if data.damage_unit else ''}",)
+    columns = ("plan", f"weights, {unit}", f"experts, {unit}", "perplexity",
+               *(damage if predicted else ()), "mean KL, nats", "this − other",
+               "95 % interval", "this plan is")  # fmt: skip
     return Table(
-        "This plan and plain recipes",
+        f"This plan and {'plain recipes' if data.rivals_are_plain else 'other plans'}",
         columns,
         tuple(rows),
         strong=frozenset({0}) if own else frozenset(),
@@ -213,6 +225,9 @@ def _rivals(data: ReportData) -> Table:
 
 def _signed(value: float, digits: int) -> str:
     text = decimal(value, digits)
+    if value and not float(text.replace(",", "").replace("−", "-")):
+        text = significant(value, 2)
+        return f"+{text}" if value > 0 else text
     return f"+{text}" if value > 0 and float(text.replace(",", "")) > 0 else text
 
 
@@ -233,15 +248,15 @@ def _drop(data: ReportData) -> Table:
     rows = []
     for index, facts in enumerate(data.layers):
         cells = [str(facts.layer)]
-        cells += [significant(float(e), 2) for e in measured.drop[index]]
-        cells.append(significant(float(measured.at_plan[index]), 2))
+        cells += [practically(float(e)) for e in measured.drop[index]]
+        cells.append(practically(float(measured.at_plan[index])))
         for trial in measured.trials:
             cells += [
-                significant(float(trial.low[index]), 2),
-                significant(float(trial.drop[index]), 2),
+                practically(float(trial.low[index])),
+                practically(float(trial.drop[index])),
             ]
         cells += [
-            significant(float(divergence[index]), 2)
+            practically(float(divergence[index]))
             for divergence in (measured.drop_kl, measured.low_kl)
             if divergence.size
         ]
@@ -252,13 +267,14 @@ def _drop(data: ReportData) -> Table:
 def _damage(data: ReportData) -> Table:
     def row(name: str, value: float) -> tuple[str, str, str]:
         ratio = value / data.damage if data.damage > 0 else float("nan")
-        return name, significant(value, 4), decimal(ratio, 2)
+        return name, practically(value, 4), practically(ratio, 3)
 
-    rows = [
-        row("no plan can be below", data.lower_bound),
-        row("this plan", data.damage),
-        *(row(name, value) for name, value in data.alternatives),
-    ]
+    bound = [] if data.lower_bound is None else [row("no plan can be below", data.lower_bound)]
+    others = (row(name, value) for name, value in data.alternatives)
+    unit = f", {data.damage_unit}" if data.damage_unit else ""
     return Table(
-        "Predicted damage", ("recipe", "damage", "× this plan"), tuple(rows), strong=frozenset({1})
+        "Predicted damage",
+        ("plan", f"damage{unit}", "× this plan"),
+        (*bound, row("this plan", data.damage), *others),
+        strong=frozenset({len(bound)}),
     )
