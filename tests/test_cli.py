@@ -998,3 +998,9 @@ def test_every_command_is_tested_for_json() -> None:
     assert set(commands) == {*STAGES, "merge", "inspect", "run", "demo"}
     for command in commands.values():
         assert any(parameter.name == "json" for parameter in command.params)
+
+
+def test_a_run_calibrated_again_must_be_planned_again(place: Path) -> None:
+    assert run("calibrate", MODEL, "--tokens", "300", *QUICK, "--force").code == 0
+
+    assert "was not made from runs/tiny-k3/saliency" in run("export", "--force").error

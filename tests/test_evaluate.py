@@ -373,7 +373,8 @@ def test_other_documents_are_not_compared() -> None:
 
 def test_a_measurement_is_put_into_the_card(tmp_path: Path) -> None:
     made = exported("kimi_k3", "two-bank")
-    (tmp_path / "README.md").write_text((made.path / "README.md").read_text())
+    for name in ("README.md", "config.json"):
+        (tmp_path / name).write_text((made.path / name).read_text())
     before = (tmp_path / "README.md").read_text()
     found = run(made.path, made.source)
     add_measurement(tmp_path, found)
@@ -387,8 +388,8 @@ def test_a_measurement_is_put_into_the_card(tmp_path: Path) -> None:
         assert score.kl is not None
         ppl = f"{score.perplexity.value:.3f} ± {score.perplexity.error:.3f}"
         assert f"| {domain} | {score.tokens:,} | {ppl} |" in card
-        assert f"{score.kl.value:.4f} ± {score.kl.error:.4f}" in card
-    assert f"Mean KL over the domains: {found.mean_kl.value:.4f}" in card
+        assert f"{score.kl.value:.5f} ± {score.kl.error:.5f}" in card
+    assert f"Mean KL over the domains: {found.mean_kl.value:.5f}" in card
     add_measurement(tmp_path, found)
     assert (tmp_path / "README.md").read_text() == card
     add_measurement(tmp_path, run(made.path))
@@ -396,6 +397,14 @@ def test_a_measurement_is_put_into_the_card(tmp_path: Path) -> None:
     assert "KL ±" not in alone and "| prose |" in alone
     add_measurement(tmp_path, found)
     assert (tmp_path / "README.md").read_text() == card
+
+
+def test_a_comparison_with_another_model_is_not_put_into_the_card(tmp_path: Path) -> None:
+    made = exported("kimi_k3", "two-bank")
+    for name in ("README.md", "config.json"):
+        (tmp_path / name).write_text((made.path / name).read_text())
+    add_measurement(tmp_path, run(made.path, exported("kimi_k3", "stock").path))
+    assert "Not measured yet" in (tmp_path / "README.md").read_text()
 
 
 def test_a_card_of_somebody_else_is_left_alone(tmp_path: Path) -> None:

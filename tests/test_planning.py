@@ -1028,3 +1028,24 @@ def test_format_size() -> None:
         "1.5 KB",
         "7 B",
     ]
+
+
+def test_a_layer_whose_drop_made_hardly_an_error_does_not_explode() -> None:
+    saliency = make_saliency(make_spec(layers=3), seed=3)
+    measured = saliency.measurement
+    assert measured is not None
+    grid = len(measured.kept)
+    at = grid // 2
+    error = measured.drop_error.copy()
+    error[1, at] = 1e-9 * measured.output_energy[1]
+    kl = {
+        "kl_kept": measured.kept[at : at + 1],
+        "drop_kl": np.array([0.1, -1e-9, 0.2]),
+        "low_kl": np.array([0.01, 0.01, 0.01]),
+    }
+    changed = replace(saliency, measurement=replace(measured, drop_error=error, **kl))
+    model = damage_model(changed, scores=changed.score("energy"), high={}, low={TWO: 1.0})
+    # It counts as the median layer does, not 1e-7 nats for next to nothing.
+    ours = error[[0, 2], at] / measured.tokens[[0, 2]]
+    median = np.median(np.array([0.1, 0.2]) / ours)
+    assert model.drop.max() < 10 * median * error.max() / measured.tokens.min()

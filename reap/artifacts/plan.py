@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from reap.artifacts.files import read_json, write_json
 from reap.artifacts.provenance import Provenance
@@ -189,8 +189,15 @@ class Plan:
         )
 
     def _check(self, path: Path, data: dict[str, Any]) -> None:
+        if self.layout not in get_args(Layout):
+            raise ArtifactError(f"{path}: {self.layout!r} is not a layout.")
+        for name, fmt in {**self.high, **self.low, **self.trunk}.items():
+            if not fmt.known:
+                raise ArtifactError(f"{path}: {name} has a format that MLX does not know: {fmt}.")
         for layer in self.layers:
             where = f"{path}: layer {layer.layer}"
+            if any(type(number) is not int for number in (layer.layer, layer.high, *layer.kept)):
+                raise ArtifactError(f"{where} has numbers that are not whole.")
             if len(set(layer.kept)) != len(layer.kept):
                 raise ArtifactError(f"{where} keeps an expert twice.")
             if any(not 0 <= expert < self.num_experts for expert in layer.kept):

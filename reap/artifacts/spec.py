@@ -37,6 +37,16 @@ class Format:
         return 8 * self.bytes(1 << 20, "bfloat16") / (1 << 20)
 
     @property
+    def known(self) -> bool:
+        """Whether MLX can store weights like that."""
+        if self.mode == "dense":
+            return self.bits in (16, 32)
+        if self.mode == "affine":
+            return self.bits in (2, 3, 4, 5, 6, 8) and self.group_size in (32, 64, 128)
+        fixed = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
+        return fixed.get(self.mode) == (self.bits, self.group_size)
+
+    @property
     def label(self) -> str:
         if self.mode == "dense":
             return {16: "16-bit", 32: "32-bit"}[self.bits]

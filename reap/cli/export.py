@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from reap.cli.options import Force, Json, Run, Trust
+
+if TYPE_CHECKING:
+    from reap.cli.rundir import RunDirectory
 
 
 def export(
@@ -41,6 +44,8 @@ def export(
     directory = RunDirectory.find(run, plan)
     plan_file = plan or directory.plan
     layout = Plan.load(plan_file).layout
+    if plan is None:
+        _check_fresh(directory)
     directory.require_out(out, plan, directory.plan)
     target = out or directory.checkpoint
     result = stages.export(
@@ -55,3 +60,17 @@ def export(
     )
     say(f'Try: mlx_lm.generate --model {shlex.quote(str(target))}{flag} --prompt "Hello"')
     say(f"Wrote {target}")
+
+
+def _check_fresh(directory: RunDirectory) -> None:
+    """A run that was calibrated again must be planned again."""
+    from reap.artifacts import Plan
+    from reap.artifacts.files import sha256
+    from reap.errors import ReapError
+
+    made_from = Plan.load(directory.plan).provenance.inputs.get("saliency")
+    if directory.saliency.exists() and made_from not in (None, sha256(directory.saliency)):
+        raise ReapError(
+            f"{directory.plan} was not made from {directory.saliency}.",
+            "plan again with --force, or name the plan with --plan and --out",
+        )

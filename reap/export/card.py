@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -95,9 +96,13 @@ def _with_error(estimate: Estimate, digits: int) -> str:
 
 def add_measurement(checkpoint: Path, evaluation: Evaluation) -> None:
     """Put an evaluation's figures into the card of a checkpoint that reap wrote."""
-    card = checkpoint / "README.md"
-    if not card.exists():
+    card, config = checkpoint / "README.md", checkpoint / "config.json"
+    if not card.exists() or not config.exists():
         return
+    compared = evaluation.provenance.inputs.get("reference config.json")
+    made_of = json.loads(config.read_text("utf-8")).get("reap", {})
+    if compared not in (None, made_of.get("source_config_sha256")):
+        return  # the card says "source's" of the figures beside its own
     text = card.read_text(encoding="utf-8")
     if _START not in text or _END not in text:
         return

@@ -102,6 +102,14 @@ def check_plan(source: SourceModel, plan: Plan, spec: ModelSpec) -> None:
             f"the plan is for {plan.num_experts} experts, {checkpoint.name} has "
             f"{spec.num_experts} experts."
         )
+    if plan.model_type != spec.model_type:
+        raise ReapError(f"the plan is of a {plan.model_type}, the model a {spec.model_type}.")
+    for moe in spec.moe_layers:
+        if plan.experts_path.get(moe.layer, moe.experts) != moe.experts:
+            raise ReapError(
+                f"the plan has layer {moe.layer}'s experts at {plan.experts_path[moe.layer]}, the "
+                f"model at {moe.experts}."
+            )
     layers = [layer.layer for layer in plan.layers]
     if layers != source.moe_layers:
         raise ReapError(

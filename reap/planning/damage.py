@@ -36,6 +36,9 @@ Bools = NDArray[np.bool_]
 
 ASSUMED_KAPPA = 1.0
 
+NO_ERROR = 1e-6
+"""Share of the output's energy below which an error says nothing about the model's answer."""
+
 KL_FLOOR = 1e-7
 """Nats; about what float32 logits resolve."""
 
@@ -166,8 +169,8 @@ def _layer_weights(saliency: Saliency) -> tuple[Floats, Floats, str]:
     if sensitivity_measured(saliency):
         assert measured is not None
         at = int(np.flatnonzero(measured.kept == measured.kl_kept[0])[0])
-        drop = _nats_per_error(measured.drop_kl, measured.drop_error[:, at], measured.tokens)
-        blur = _nats_per_error(measured.low_kl, measured.low_error[0], measured.tokens)
+        drop = _nats_per_error(measured.drop_kl, measured.drop_error[:, at], measured)
+        blur = _nats_per_error(measured.low_kl, measured.low_error[0], measured)
         return drop, blur, "nats"
     tokens = saliency.tokens.sum(axis=(0, 1))
     energy = saliency.residual_energy.sum(axis=(0, 1))
@@ -185,14 +188,14 @@ def sensitivity_measured(saliency: Saliency) -> bool:
     return measured is not None and measured.drop_kl.size > 0 and len(measured.formats) > 0
 
 
-def _nats_per_error(kl: Floats, error: Floats, tokens: Ints) -> Floats:
+def _nats_per_error(kl: Floats, error: Floats, measured: Measurement) -> Floats:
     """KL per mean squared error. A layer whose KL drowns in rounding is not taken to be free.
 
-    A layer in which the change made no error (all that was dropped had never been routed) tells
-    nothing: it counts as the median layer does.
+    A layer in which the change made next to no error (all that was dropped had hardly been routed)
+    tells nothing: it counts as the median layer does.
     """
-    known = error > 0
-    per_token = np.where(known, error / tokens, 1.0)
+    known = error > NO_ERROR * measured.output_energy
+    per_token = np.where(known, error / measured.tokens, 1.0)
     weights = np.maximum(kl, KL_FLOOR) / per_token
     return np.where(known, weights, np.median(weights[known]) if known.any() else 1.0)
 

@@ -12,7 +12,9 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
     _UNITS[f"{_letter}ib"] = 1024**_power
 
-_SIZE = re.compile(r"(\d+\.?\d*|\.\d+)(e\d+)?\s*([a-z]*)")
+MOST = 2**62
+
+_SIZE = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[0-9]+)?\s*([a-z]*)")
 
 
 def parse_size(text: str | int) -> int:
@@ -29,7 +31,11 @@ def parse_size(text: str | int) -> int:
             raise ReapError(
                 f"{text!r} is not a size.", "write e.g. 512GB (10^9 bytes) or 512GiB (2^30 bytes)"
             )
-        size = round(Decimal(match[1] + (match[2] or "")) * unit)
+        number = Decimal(match[1] + (match[2] or ""))
+        # Compared as a decimal: 1e99999999 is no number of bytes to make an integer of.
+        size = round(number * unit) if number.adjusted() < 19 else MOST + 1
+    if size > MOST:
+        raise ReapError(f"{text} is more than any machine has.", "write e.g. 512GB")
     if size <= 0:
         raise ReapError(f"a size must be positive, not {text}.")
     return size
