@@ -44,6 +44,17 @@ def calibrate(
     sensitivity: Annotated[
         bool, typer.Option(help="Measure the KL divergence with one layer changed at a time.")
     ] = True,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Hidden states to hold in memory, e.g. 20GB; the rest stays on disk; default: all.",
+            show_default=False,
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on after the last finished layer of a run.")
+    ] = False,
     run: NewRun = None,
     trust_remote_code: Trust = False,
     force: Force = False,
@@ -54,7 +65,9 @@ def calibrate(
     from reap.cli import show, stages
     from reap.cli.output import print_json, say
     from reap.cli.rundir import RunDirectory
+    from reap.planning.size import parse_size
 
+    limit = None if memory is None else parse_size(memory)
     directory = RunDirectory.for_model(model, run)
     settings = CalibrationSettings(
         tokens=tokens,
@@ -65,7 +78,14 @@ def calibrate(
         sensitivity=sensitivity,
     )
     saliency = stages.calibrate(
-        model, calibration or (), settings, directory, trust=trust_remote_code, force=force
+        model,
+        calibration or (),
+        settings,
+        directory,
+        trust=trust_remote_code,
+        force=force,
+        resume=resume,
+        memory=limit,
     )
     figures = show.saliency_figures(saliency)
     if json:
