@@ -218,7 +218,7 @@ def test_damaged_progress_is_refused(stopped: tuple[Path, Path]) -> None:
     whole = progress.read_text()
     for content in ("", "[]", "{}", whole[:-40]):
         progress.write_text(content)
-        with pytest.raises(ReapError, match="is damaged|another version") as raised:
+        with pytest.raises(ReapError, match=r"is damaged|another version") as raised:
             run(model, partial, resume=True)
         assert "--force" in str(raised.value.hint)
 

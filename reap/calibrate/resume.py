@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def fingerprint(
     found = {
         "reap's version": __version__,
         "reap's code": _code(),
-        "mlx's version": mx.__version__,
+        "mlx's version": version("mlx"),
         "the device": str(mx.default_device().type),
         "the model's config.json": checkpoint.config_sha256,
         "the model's weights": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
@@ -94,7 +95,11 @@ class PartialRun:
         if self._progress.exists():
             raise unfinished(self.directory)
         remove(self.directory)
-        self._write()
+        try:
+            self._write()
+        except ReapError:
+            remove(self.directory)
+            raise
 
     def _take_up(self, fingerprint: dict[str, Any]) -> None:
         try:
@@ -164,6 +169,7 @@ class PartialRun:
             finally:
                 os.close(folder)
         except OSError as error:
+            partial.unlink(missing_ok=True)
             raise ReapError(
                 f"could not write {path}: {error.strerror or error}",
                 "make room, then go on with --resume" if self.layers_done else None,

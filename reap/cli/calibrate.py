@@ -48,7 +48,7 @@ def calibrate(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Hidden states to hold in memory, e.g. 20GB; the rest stays on disk; default: all.",
+            help="Hidden states to hold in memory, e.g. 20GB, beside those on disk; default: all.",
             show_default=False,
         ),
     ] = None,

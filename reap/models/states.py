@@ -11,6 +11,7 @@ import importlib
 import os
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,7 @@ class StateStore(States):
         self._names: dict[int, str] = {}  # of arrays in memory, by identity
         self._resident = 0
         self._serial = 0
+        self._unsynced: list[Path] = []
         # What was handed out last, so that an array that comes back is known.
         self._lent: tuple[Key, dict[int, tuple[str, mx.array]]] | None = None
 
@@ -134,8 +136,7 @@ class StateStore(States):
             mx.save_safetensors(str(path), {"a": stored.array})
             if path.stat().st_size < stored.nbytes:  # MLX does not always report a full disk
                 raise OSError(28, os.strerror(28))
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            self._unsynced.append(path)
         except (OSError, RuntimeError) as error:
             raise ReapError(
                 f"could not write {path}: {getattr(error, 'strerror', None) or error}"
@@ -148,6 +149,11 @@ class StateStore(States):
         for stored in self._arrays.values():
             if not stored.written:
                 self._write(stored)
+        # All at the end: the first takes most of the others with it.
+        for path in self._unsynced:
+            with suppress(FileNotFoundError), open(path, "rb") as file:
+                os.fsync(file.fileno())
+        self._unsynced.clear()
         return {
             "serial": self._serial,
             "arrays": {name: stored.nbytes for name, stored in self._arrays.items()},
@@ -239,7 +245,8 @@ def state_bytes(state: Any) -> int:
 
 def _read(path: Path) -> mx.array:
     try:
-        array = mx.load(str(path), format="safetensors")["a"]
+        loaded: Any = mx.load(str(path), format="safetensors")
+        array: mx.array = loaded["a"]
         mx.eval(array)  # read now: nothing lazy keeps the file open
     except (OSError, RuntimeError, KeyError) as error:
         raise ReapError(f"could not read {path}: {error}") from None

@@ -193,7 +193,8 @@ class LayerStream:
             self._states.put((batch, key), self._run_layer(batch, call.arguments | own))
 
     def _variants(self, batch: int) -> list[Any]:
-        return [key for of, key in self._states.keys() if of == batch and key is not None]
+        held = self._states.keys()
+        return [key for of, key in held if of == batch and key is not None]
 
     def fork(self, batch: int, key: Any, changed: AbstractContextManager[None]) -> None:
         """Start a variant at the layer that `step` has just run; `changed` alters the layer."""
