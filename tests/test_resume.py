@@ -297,3 +297,23 @@ def test_ranges_cover_a_layer_and_nothing_else(checkpoint: Path) -> None:
     source.prefetch(1)
     assert source._prefetched is not None
     source._prefetched.wait()
+
+
+@pytest.mark.parametrize("family", ["kimi_k3", "qwen3_moe"])
+def test_a_dry_run_says_what_the_run_takes_and_writes_nothing(
+    tmp_path: Path, checkpoint: Path, tiny_k3: Path, family: str
+) -> None:
+    model = tiny_k3 if family == "kimi_k3" else checkpoint
+    argv = [*arguments(model), "--dry-run", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", REAP, *argv], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    source = open_source(str(model))
+    assert found["layers"] == len(source.layers)
+    # All but what mlx-lm does not load.
+    names = source.loaded_names()
+    assert found["read_bytes"] == sum(source.checkpoint.tensors[n].nbytes for n in names)
+    assert found["seconds"] > 0 and found["scratch_bytes"] > 600 * 128 * 4
+    assert not list(tmp_path.iterdir())

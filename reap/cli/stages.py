@@ -23,6 +23,7 @@ from reap.errors import ReapError
 
 if TYPE_CHECKING:
     from reap.calibrate import CalibrationSettings
+    from reap.calibrate.estimate import Estimate
     from reap.evaluate import EvaluationSettings
     from reap.export import ExportResult
     from reap.planning import PlanSettings
@@ -79,6 +80,24 @@ def calibrate(
     directory.start(model)
     remove(partial)
     return saliency
+
+
+def estimate(
+    model: str,
+    texts: Sequence[str],
+    settings: CalibrationSettings,
+    *,
+    trust: bool = False,
+    memory: int | None = None,
+) -> Estimate:
+    """What `calibrate` would take; writes nothing."""
+    from reap.calibrate.estimate import estimate as measure
+    from reap.models.source import open_source
+    from reap.models.text import load_texts
+
+    loaded = load_texts(texts, split="calibration")
+    source = open_source(model, trust_remote_code=trust)
+    return measure(source, loaded, settings, trust_remote_code=trust, memory=memory)
 
 
 def merge(files: Sequence[Path], out: Path, *, force: bool = False) -> Saliency:
