@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +21,7 @@ from reap.calibrate.measure import (
     restricted_router,
 )
 from reap.calibrate.observe import SUMS, LayerSums, first_array
+from reap.calibrate.resume import PartialRun, fingerprint, packed, unpacked
 from reap.models.divergence import kl_divergence, log_probabilities
 from reap.models.hooks import hooked
 from reap.models.quantize import requantized_experts
@@ -65,11 +67,16 @@ def calibrate(
     command: str = "",
     trust_remote_code: bool = False,
     progress: Progress = silent,
+    partial: Path | None = None,
+    resume: bool = False,
+    memory: int | None = None,
 ) -> Saliency:
     """Run the text through the model and add up what its experts do.
 
-    Only one decoder layer's weights are resident at a time. Raises CalibrationError, before any
-    weight is read where possible.
+    Only one decoder layer's weights are resident at a time. What is between the layers is kept in
+    the directory `partial` after each layer, so that a run that was cut off can be taken up again
+    (`resume`) and gives the same file; at most `memory` bytes of it are held in memory, too. The
+    caller removes the directory. Raises CalibrationError, before any weight is read where possible.
     """
     check_length(settings.sequence_length, source.tokens_per_call)
     tokenizer = load_tokenizer(source.checkpoint.path, trust_remote_code=trust_remote_code)
@@ -88,8 +95,18 @@ def calibrate(
         _probe_parts(parts, settings.probe_tokens, len(texts)),
         tokens_per_batch=tokens_per_batch,
     )
-    run = _Run(source, spec, made, probes, texts, settings, formats, progress)
-    sums = run.layers()
+    kept = None
+    if partial is not None:
+        kept = PartialRun(partial, memory=memory)
+        known = fingerprint(source, texts, parts, settings.to_json())
+        kept.begin(known, command, resume=resume)
+        command = kept.command
+    run = _Run(source, spec, made, probes, texts, settings, formats, progress, kept)
+    try:
+        sums = run.layers()
+    finally:
+        if kept is not None:
+            kept.abandon()
     saliency = Saliency(
         provenance=Provenance(
             reap_version=__version__,
@@ -153,8 +170,10 @@ class _Run:
         settings: CalibrationSettings,
         formats: tuple[Format, ...],
         progress: Progress,
+        kept: PartialRun | None = None,
     ) -> None:
         self.source = source
+        self.kept = kept
         self.batches = made
         self.probes = probes
         self.domains = len(texts)
@@ -172,17 +191,23 @@ class _Run:
         """Run all layers; the sums of those with experts."""
         source = self.source
         source.load_trunk()
-        sums: list[LayerSums] = []
+        start, sums = self._taken_up()
         everything = [*self.batches, *self.probes]
         first_probe = len(self.batches)
         forked = frozenset(range(first_probe, len(everything)) if self.sensitivity else ())
         work = sum(int(batch.lengths.sum()) for batch in everything)
         count = len(source.layers)
         with LayerStream(
-            source.model, source.layers, [b.tokens for b in everything], forked=forked
+            source.model,
+            source.layers,
+            [b.tokens for b in everything],
+            forked=forked,
+            states=None if self.kept is None else self.kept.states,
+            start=start,
         ) as stream:
-            for index in range(count):
+            for index in range(start, count):
                 source.load_layer(index)
+                source.prefetch(index + 1)
                 layer = _Layer(self, index) if index in source.moe_layers else None
                 done = 0
                 for position, batch in enumerate(everything):
@@ -206,9 +231,30 @@ class _Run:
                     self.progress(f"measuring layer {index} ({index + 1} of {count})", passed, work)
                     layer.measure(stream, forked)
                 source.release_layer(index)
+                self._keep(index, layer)
             self.progress("comparing", work, work)
             self._compare(stream, forked)
         return sums
+
+    def _taken_up(self) -> tuple[int, list[LayerSums]]:
+        """How many layers are done already, and their sums."""
+        if self.kept is None:
+            return 0, []
+        sums: list[LayerSums] = []
+        for index, arrays in sorted(self.kept.results().items()):
+            sums.append(LayerSums(index, self.domains, self.source.num_experts))
+            vars(sums[-1]).update(unpacked(arrays, 0))
+            if measured := unpacked(arrays, 1):
+                self.measured.append(LayerMeasurement(**measured))
+        return self.kept.layers_done, sums
+
+    def _keep(self, index: int, layer: _Layer | None) -> None:
+        """Make a finished layer one that a later run need not do again."""
+        if self.kept is None:
+            return
+        measured = self.measured[-1:] if layer is not None and layer.inputs else []
+        results = None if layer is None else packed(layer.sums, *measured)
+        self.kept.layer_done(index, results)
 
     def _compare(self, stream: LayerStream, forked: frozenset[int]) -> None:
         """Mean KL per token of every variant, over all probes."""

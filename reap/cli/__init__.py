@@ -44,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code if isinstance(code, int) else int(bool(code))
 
 
-def command_line() -> str:
-    """The command as it was typed, for the provenance."""
-    return shlex.join(["reap", *_arguments.get()])
+def command_line(without: Sequence[str] = ()) -> str:
+    """The command as it was typed, for the provenance, less the flags `without`."""
+    return shlex.join(["reap", *(word for word in _arguments.get() if word not in without)])
 
 
 def run() -> None:

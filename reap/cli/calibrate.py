@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from datetime import timedelta
 from typing import Annotated
 
 import typer
@@ -44,6 +46,21 @@ def calibrate(
     sensitivity: Annotated[
         bool, typer.Option(help="Measure the KL divergence with one layer changed at a time.")
     ] = True,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Hidden states to hold in memory, e.g. 20GB, beside those on disk; default: all.",
+            show_default=False,
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on after the last finished layer of a run.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Try one layer, say what the run would take, and end."),
+    ] = False,
     run: NewRun = None,
     trust_remote_code: Trust = False,
     force: Force = False,
@@ -54,7 +71,9 @@ def calibrate(
     from reap.cli import show, stages
     from reap.cli.output import print_json, say
     from reap.cli.rundir import RunDirectory
+    from reap.planning.size import format_size, parse_size
 
+    limit = None if memory is None else parse_size(memory)
     directory = RunDirectory.for_model(model, run)
     settings = CalibrationSettings(
         tokens=tokens,
@@ -64,8 +83,30 @@ def calibrate(
         low_formats=tuple(map(stages.parse_format, low or ())),
         sensitivity=sensitivity,
     )
+    if dry_run:
+        found = stages.estimate(
+            model, calibration or (), settings, trust=trust_remote_code, memory=limit
+        )
+        if json:
+            print_json(asdict(found))
+        say(
+            f"{found.layers} layers, {found.tokens:,} tokens and {found.probe_tokens:,} to measure "
+            f"on\nto read: {format_size(found.read_bytes)} at {format_size(round(found.read_rate))}"
+            f"/s as measured (more than the disk gives if the files are cached)\n"
+            f"peak memory: about {format_size(found.peak_bytes)}\n"
+            f"scratch on disk: about {format_size(found.scratch_bytes)}\n"
+            f"time: about {timedelta(seconds=round(found.seconds))}, from one layer on a few tokens"
+        )
+        return
     saliency = stages.calibrate(
-        model, calibration or (), settings, directory, trust=trust_remote_code, force=force
+        model,
+        calibration or (),
+        settings,
+        directory,
+        trust=trust_remote_code,
+        force=force,
+        resume=resume,
+        memory=limit,
     )
     figures = show.saliency_figures(saliency)
     if json:

@@ -108,6 +108,7 @@ class Pipeline:
             self.directory,
             trust=self.trust,
             force=self.force,
+            resume=not self.force,
         )
 
     def _calibration(self) -> CalibrationSettings:

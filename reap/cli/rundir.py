@@ -23,6 +23,11 @@ class RunDirectory:
         return self.path / "saliency.safetensors"
 
     @property
+    def partial(self) -> Path:
+        """What a calibration that was cut off leaves."""
+        return self.path / "calibration.partial"
+
+    @property
     def plan(self) -> Path:
         return self.path / "plan.json"
 

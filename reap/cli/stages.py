@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from reap.errors import ReapError
 
 if TYPE_CHECKING:
     from reap.calibrate import CalibrationSettings
+    from reap.calibrate.estimate import Estimate
     from reap.evaluate import EvaluationSettings
     from reap.export import ExportResult
     from reap.planning import PlanSettings
@@ -35,27 +37,67 @@ def calibrate(
     *,
     trust: bool = False,
     force: bool = False,
+    resume: bool = False,
+    memory: int | None = None,
 ) -> Saliency:
-    """Model and text → the saliency file of a run. `texts`: names or files, all sets if empty."""
+    """Model and text → the saliency file of a run. `texts`: names or files, all sets if empty.
+
+    A run that was cut off leaves `calibration.partial`, which `resume` takes up and
+    `force` removes.
+    """
     from reap.calibrate import calibrate as measure
+    from reap.calibrate.resume import remove, unfinished
     from reap.models.source import open_source
     from reap.models.text import load_texts
 
     check_output(directory.saliency, force)
+    partial = directory.partial
+    if partial.exists() and not resume and not force:
+        raise unfinished(partial)
     loaded = load_texts(texts, split="calibration")
     source = open_source(model, trust_remote_code=trust)
-    with progress_bar("tok") as progress:
-        saliency = measure(
-            source,
-            loaded,
-            settings,
-            command=command_line(),
-            trust_remote_code=trust,
-            progress=progress,
-        )
+    if not resume:
+        remove(partial)
+    made = [folder for folder in partial.parents if not folder.exists()]
+    try:
+        with progress_bar("tok") as progress:
+            saliency = measure(
+                source,
+                loaded,
+                settings,
+                command=command_line(without=("--resume",)),
+                trust_remote_code=trust,
+                progress=progress,
+                partial=partial,
+                resume=resume,
+                memory=memory,
+            )
+    finally:
+        for folder in made:  # a run that did nothing leaves nothing
+            with suppress(OSError):
+                folder.rmdir()
     saliency.save(directory.saliency, force=force)
     directory.start(model)
+    remove(partial)
     return saliency
+
+
+def estimate(
+    model: str,
+    texts: Sequence[str],
+    settings: CalibrationSettings,
+    *,
+    trust: bool = False,
+    memory: int | None = None,
+) -> Estimate:
+    """What `calibrate` would take; writes nothing."""
+    from reap.calibrate.estimate import estimate as measure
+    from reap.models.source import open_source
+    from reap.models.text import load_texts
+
+    loaded = load_texts(texts, split="calibration")
+    source = open_source(model, trust_remote_code=trust)
+    return measure(source, loaded, settings, trust_remote_code=trust, memory=memory)
 
 
 def merge(files: Sequence[Path], out: Path, *, force: bool = False) -> Saliency:

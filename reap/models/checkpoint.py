@@ -28,6 +28,8 @@ class TensorInfo:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+    offset: int = 0
+    """Where its bytes begin in the file."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,19 @@ class Checkpoint:
             match = _LAYER.search(name)
             names[int(match[1]) if match else None].append(name)
         return names
+
+    def ranges(self, names: Iterable[str]) -> list[tuple[Path, int, int]]:
+        """(file, offset, bytes) of the named tensors, neighbours joined."""
+        spans = sorted((self.tensors[n].file, self.tensors[n].offset, n) for n in names)
+        joined: list[tuple[Path, int, int]] = []
+        for file, offset, name in spans:
+            size = self.tensors[name].nbytes
+            if joined and joined[-1][0] == self.path / file and sum(joined[-1][1:]) == offset:
+                path, start, before = joined.pop()
+                joined.append((path, start, before + size))
+            else:
+                joined.append((self.path / file, offset, size))
+        return joined
 
     def load(self, names: Iterable[str]) -> dict[str, mx.array]:
         """The named tensors as lazy arrays: bytes are read when they are evaluated."""
@@ -164,7 +179,11 @@ def _read_header(path: Path, file: str) -> dict[str, TensorInfo]:
         header.pop("__metadata__", None)
         tensors = {
             name: TensorInfo(
-                file, t["dtype"], tuple(t["shape"]), t["data_offsets"][1] - t["data_offsets"][0]
+                file,
+                t["dtype"],
+                tuple(t["shape"]),
+                t["data_offsets"][1] - t["data_offsets"][0],
+                8 + length + t["data_offsets"][0],
             )
             for name, t in header.items()
         }

@@ -27,9 +27,13 @@ from reap.errors import CheckpointError
 from reap.models.checkpoint import Checkpoint, open_checkpoint
 from reap.models.families import Family, family_of, text_config
 from reap.models.hooks import submodule
+from reap.models.prefetch import Prefetch
 
 RUNTIME = Path(__file__).with_name("reap_model.py")
 """The architecture file that exports with uneven counts or two banks carry with them."""
+
+ROWS_PER_CALL = 32_768
+"""Most routed rows in one call of the experts."""
 
 # What compressed-tensors formats mlx-lm maps onto MLX's own without loss.
 _PACKED_FORMATS = ("mxfp4-pack-quantized",)
@@ -58,6 +62,7 @@ class SourceModel:
         self.layers: list[nn.Module] = self.model.layers
         self._names = checkpoint.by_layer(self.family.carried)
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._prefetched: Prefetch | None = None
         absent = [i for i in range(len(self.layers)) if i not in self._names]
         if absent:
             raise CheckpointError(f"{checkpoint.path} has no tensors for layer {absent[0]}.")
@@ -100,7 +105,7 @@ class SourceModel:
     def tokens_per_call(self) -> int:
         """Most tokens in one forward call: gather_qmm is wrong above 32,768 routed rows on some
         GPUs (mlx issue 3856)."""
-        return 32_768 // self.top_k
+        return ROWS_PER_CALL // self.top_k
 
     def groups(self) -> tuple[int, int]:
         """(router groups, groups a token may use)."""
@@ -237,7 +242,7 @@ class SourceModel:
         return {name.removeprefix(f"{prefix}."): array for name, array in arrays.items()}
 
     def load_layer(self, index: int) -> None:
-        """Make one decoder layer's weights resident (read when first used)."""
+        """Read one decoder layer's weights and make them resident."""
         weights = self.layer_weights(index)
         if mx.default_device() == mx.cpu:
             # MLX's gather_mm takes only float32 on the CPU; widening 16-bit experts is exact.
@@ -251,6 +256,20 @@ class SourceModel:
                 for name, a in weights.items()
             }
         self._place(self.layers[index], weights, self.layer_prefix(index))
+        # One after the other, lest all experts be in memory twice, apart and stacked.
+        for name in list(weights):
+            mx.eval(weights.pop(name))
+        mx.clear_cache()
+
+    def prefetch(self, index: int) -> None:
+        """Ask the system to read a layer's bytes into its cache while other work goes on."""
+        self._prefetched = None
+        if index < len(self.layers):
+            self._prefetched = Prefetch(self.checkpoint.ranges(self._names[index]))
+
+    def layer_bytes(self, index: int) -> int:
+        """Bytes of one decoder layer in the checkpoint."""
+        return sum(self.checkpoint.tensors[name].nbytes for name in self._names[index])
 
     def load_trunk(self) -> None:
         """Make embeddings, final norm and head resident."""
@@ -298,6 +317,8 @@ class SourceModel:
         """Drop one layer's weights."""
         layer = self.layers[index]
         layer.update(tree_map(lambda _: mx.array([]), layer.parameters()))
+        # What a layer computed once from its weights (K3's `_attn_res_w_eff`) must not keep them.
+        mx.eval([a for part in layer.modules() for a in _private_arrays(part)])
         mx.clear_cache()
 
     def loaded_names(self) -> list[str]:
@@ -457,6 +478,11 @@ def _refuse_unknown_quantization(config: dict[str, Any]) -> None:
         f"the source is quantized as {named}, which reap cannot read yet.",
         f"supported: bf16/fp16/fp32, MLX-quantized, compressed-tensors {_PACKED_FORMATS[0]}",
     )
+
+
+def _private_arrays(module: nn.Module) -> list[mx.array]:
+    own = {**module, **vars(module)}
+    return [a for name, a in own.items() if name.startswith("_") and isinstance(a, mx.array)]
 
 
 def _is_matrix(module: nn.Module) -> bool:
