@@ -47,7 +47,8 @@ class CalibrationSettings:
     """`tokens`: limit over all domains; `documents`: whether one that is longer than a sequence is
     split into several or truncated to its first; `probe_tokens`: how many tokens the drop curve,
     the low-bit errors and the layers' sensitivity are measured on (0: not at all); `low_formats`:
-    the formats to measure; `sensitivity`: whether to measure KL with one layer changed at a time."""
+    the formats to measure; `sensitivity`: whether to measure KL with one layer changed at a
+    time."""
 
     tokens: int | None = None
     sequence_length: int = 512

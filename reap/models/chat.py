@@ -1,9 +1,9 @@
 """Conversations into tokens, through the model's own chat template.
 
 Control tokens come from the template only. A special token that is spelled out in a message is
-encoded as the characters it consists of, as a server has to do against injection. Not covered: added
-tokens that the tokenizer does not call special (`<think>` of some models), which templates look for
-in messages, and tokenizers that render chats in their own code, which is left to that code.
+encoded as the characters it consists of, as a server has to do against injection. Not covered:
+added tokens that the tokenizer does not call special (`<think>` of some models), which templates
+look for in messages, and tokenizers that render chats in their own code, which is left to it.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class ChatRenderer:
             return self._render(messages, tools, tokenize=False), _ids(
                 self._render(messages, tools, tokenize=True)
             )
-        mark = _unused_word(messages)
+        mark = _unused_word([messages, tools])
         spelled: list[str] = []
 
         def hide(found: re.Match[str]) -> str:
             spelled.append(found[0])
             return f"{mark}{len(spelled) - 1}x"
 
-        hidden = _map_strings(messages, lambda text: self._special.sub(hide, text))
+        hidden, tools = _map_strings([messages, tools], lambda text: self._special.sub(hide, text))
         rendered = self._render(hidden, tools, tokenize=False)
         pieces = re.split(rf"{mark}(\d+)x", rendered)
         text, ids = "", list[int]()
@@ -71,9 +71,8 @@ class ChatRenderer:
     def _render(self, messages: list[dict[str, Any]], tools: Any, *, tokenize: bool) -> Any:
         apply = self._tokenizer.apply_chat_template
         given = {} if tools is None else {"tools": tools}
-        messages = [
-            {**m, "content": "" if m.get("content") is None else m["content"]} for m in messages
-        ]
+        # A call without text: templates print null as "None".
+        messages = [m if m.get("content") is not None else {**m, "content": ""} for m in messages]
         try:
             return apply(_with_objects(messages), tokenize=tokenize, **given)
         except TypeError:
@@ -109,8 +108,8 @@ def _ids(encoded: Any) -> list[int]:
     return list(encoded["input_ids"] if isinstance(encoded, Mapping) else encoded)
 
 
-def _unused_word(messages: list[dict[str, Any]]) -> str:
-    everything, word = json.dumps(messages, default=str), "reapmark"
+def _unused_word(texts: Any) -> str:
+    everything, word = json.dumps(texts, default=str), "reapmark"
     while word in everything:
         word += "z"
     return word

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ class Rows:
     arrow: bool = False
     endless: bool = False
 
+    @cached_property
     def shape(self) -> tuple[str, ...]:
         """The columns that hold the documents, from the first row. Raises CalibrationError."""
         _, row = next(self.read(), ("", None))
@@ -116,7 +118,7 @@ class Rows:
 
     def documents(self) -> Iterator[tuple[str, str | Chat]]:
         """Place and content of every document. Raises CalibrationError at a row without one."""
-        shape = self.shape()
+        shape = self.shape
         chat: bool | None = True if len(shape) == 2 else None
         for place, row in self.read():
             at = f"{place} of {self.name}"
@@ -202,7 +204,7 @@ def _type(value: Any) -> str:
 
 
 def _without_null(value: Any) -> Any:
-    """Without Arrow's null fields; only `content` of a message stays, where it means no text."""
+    """Without the null fields that Arrow fills in."""
     if isinstance(value, Mapping):
         return {key: _without_null(item) for key, item in value.items() if item is not None}
     return [_without_null(item) for item in value] if isinstance(value, list) else value
@@ -280,7 +282,10 @@ def directory_rows(path: Path, split: str = "", column: str = "") -> Rows:
 
         saved = any((path / name).exists() for name in ("state.json", "dataset_dict.json"))
         if saved:
-            return datasets.load_from_disk(str(path))
+            try:
+                return datasets.load_from_disk(str(path))
+            except IndexError:  # what the library makes of a dataset saved without rows
+                raise CalibrationError(f"{path} has no text: 0 tokens to work on.") from None
         return datasets.load_dataset(str(path), streaming=True)
 
     return _split_rows(str(path), _opened(str(path), load), split, column)
@@ -308,6 +313,8 @@ def _opened(name: str, load: Callable[[], Any], *, hub: bool = False) -> Any:
     hint = None
     try:
         return load()
+    except CalibrationError:
+        raise
     except (ConnectionError, datasets.exceptions.DatasetNotFoundError) as error:
         reason: Exception = error
         if hub:

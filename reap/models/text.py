@@ -148,7 +148,7 @@ def _open(option: TextOption, split: str) -> Text:
             return TextSet(domain, option.given, sha256(path), (_plain(path),), *amount)
         rows = file_rows(path, *option.rest)
         digest = sha256(path)
-    elif path.is_dir():
+    elif option.name and path.is_dir():
         domain = option.domain or path.resolve().name
         rows, digest = directory_rows(path, *option.rest), ""
     elif not file and HUB_NAME.fullmatch(option.name):
@@ -160,7 +160,7 @@ def _open(option: TextOption, split: str) -> Text:
             f"shipped: {', '.join(known)}; or give a file ({', '.join(KINDS)}), a directory of a "
             "dataset or the ORG/NAME of one on the hub",
         )
-    rows.shape()
+    _ = rows.shape  # reads the first row
     return RowSet(domain, option.given, digest, rows, *amount)
 
 
@@ -298,9 +298,9 @@ def sequences(
     """Cut every document into sequences of at most `sequence_length` tokens.
 
     `tokens` limits the total, a share for each domain by weight (a domain with less text gives
-    what it has); first come the beginnings of all documents, then what follows, so that a small share
-    still spans many documents. Sequences of a single token are dropped: nothing can be predicted
-    from them. Raises CalibrationError if the tokenizer does not belong to the model.
+    what it has); first come the beginnings of all documents, then what follows, so that a small
+    share still spans many documents. Sequences of a single token are dropped: nothing can be
+    predicted from them. Raises CalibrationError if the tokenizer does not belong to the model.
     """
     found: list[TokenSequence] = []
     for domain, (text, share) in enumerate(zip(texts, shares(texts, tokens))):
