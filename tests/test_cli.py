@@ -172,6 +172,7 @@ def test_files_say_by_which_command_and_settings_they_were_made(
     assert saliency.settings == {
         "tokens": 600,
         "sequence_length": 64,
+        "documents": "split",
         "batch_tokens": 4096,
         "probe_tokens": 100,
         "sensitivity": True,

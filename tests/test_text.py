@@ -154,11 +154,8 @@ def test_a_column_can_be_named(here: Path, suffix: str) -> None:
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved", "folder"])
 def test_chats_and_pairs_become_the_template_s_text(here: Path, tokenizer: Any, kind: str) -> None:
     pair = {"prompt": "Hi there", "completion": "Hello."}
-    for row in (
-        {"messages": HELLO, "tools": None},
-        pair,
-        {"prompt": HELLO[:1], "completion": HELLO[1:]},
-    ):
+    turns = {"prompt": HELLO[:1], "completion": HELLO[1:]}
+    for row in ({"messages": HELLO, "tools": None}, pair, turns):
         table = datasets.Dataset.from_list([row, row])
         if kind == "jsonl":
             source = write_jsonl("s.jsonl", row, row)
@@ -192,9 +189,8 @@ def test_only_as_many_rows_are_read_as_the_tokens_need(
 
     def load_dataset(*args: Any, **options: Any) -> Any:
         asked.append((args, options))
-        return datasets.IterableDatasetDict(
-            {"train": datasets.IterableDataset.from_generator(rows)}
-        )
+        train = datasets.IterableDataset.from_generator(rows)
+        return datasets.IterableDatasetDict({"train": train})
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     (text,) = read("org/big/english@v1:train:text", tokens=40)
@@ -333,7 +329,7 @@ CHAT = {"messages": HELLO}
         ([CHAT, {"text": "x"}], "", "2 of s.* has no messages, unlike .*; it has text"),
         ([{"text": 3}], "", "1 of s.*: text is a number, not a string"),
         ([{"text": {"a": "b"}}], "", "1 of s.*: text is an object, not a string"),
-        ([{"messages": "Hi"}], "messages", "has no chat template|not a list"),
+        ([{"messages": "Hi"}], "", "messages is a string, not a list of messages"),
         ([{"messages": ["Hi"]}], "", "message 1 of messages is a string, not an object"),
         ([{"messages": [{"from": "x"}]}], "", "message 1 of messages has no role; it has from"),
         ([{"messages": []}], "", "messages is an empty list"),
@@ -354,10 +350,6 @@ def test_rows_that_cannot_be_used_are_named(
         source = "s.parquet" + (f":{column}" if column else "")
     else:
         source = write_dataset("s", train=_union(rows)) + (f":train:{column}" if column else "")
-    if column == "messages":  # a named column may hold either
-        (text,) = read_texts(load(source), tokenizer, sequence_length=9)
-        assert text.documents == (tuple(tokenizer.encode("Hi")),)
-        return
     with pytest.raises(CalibrationError, match=message):
         read_texts(load(source), tokenizer, sequence_length=9)
 
@@ -454,7 +446,8 @@ def test_tools_and_calls_reach_the_template(here: Path) -> None:
         here,
         "{% for t in tools %}{{ t['function']['description'] }}{% endfor %}"
         "{% for m in messages %}<|im_start|>{{ m['content'] }}{% for c in m['tool_calls'] %}"
-        "{{ c['function']['name'] }}{{ c['function']['arguments']['x'] + 1 }}{% endfor %}{% endfor %}",
+        "{{ c['function']['name'] }}{{ c['function']['arguments']['x'] + 1 }}{% endfor %}"
+        "{% endfor %}",
     )
     call = {"type": "function", "function": {"name": "add", "arguments": '{"x": 41}'}}
     messages = [HELLO[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
@@ -505,7 +498,10 @@ class TikTokenTokenizer(PreTrainedTokenizerFast):
         text = "".join("<|im_start|>" + m["content"] for m in messages)
         if not tokenize:
             return text
-        return [i for m in messages for i in [1, *self.encode(m["content"], split_special_tokens=True)]]
+        ids = []
+        for m in messages:
+            ids += [1, *self.encode(m["content"], split_special_tokens=True)]
+        return ids
 """
 
 
@@ -531,5 +527,5 @@ def test_a_source_stays_unread_until_it_is_used(here: Path) -> None:
     (text,) = load(write_jsonl("s.jsonl", {"text": "good"}, {"text": 3}))
     assert isinstance(text, RowSet)
     assert words(read("s.jsonl", tokens=4)[0]) == ["good"]
-    with pytest.raises(CalibrationError, match="line 2 of s.jsonl: text is a number"):
+    with pytest.raises(CalibrationError, match=r"line 2 of s.jsonl: text is a number"):
         read("s.jsonl", tokens=5)

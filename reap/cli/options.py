@@ -55,7 +55,8 @@ SequenceLength = Annotated[
 Documents = Annotated[
     Literal["split", "truncate"],
     typer.Option(
-        help="A document longer than a sequence gives several sequences, or only its first."
+        metavar="split|truncate",
+        help="A document longer than a sequence gives several, or only its first.",
     ),
 ]
 Texts = Annotated[

@@ -138,7 +138,7 @@ class Rows:
                 ]
             elif chat is not False and isinstance(values[0], list):
                 chat, messages = True, _messages(at, shape[0], values[0])
-            elif isinstance(values[0], str) and not chat:
+            elif isinstance(values[0], str) and not chat and shape[0] != "messages":
                 chat = False
                 yield place, _unicode(at, values[0])
                 continue
