@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -12,7 +14,11 @@ from typing import Any
 import datasets
 import pytest
 
+from reap.artifacts import Evaluation, Saliency
 from reap.artifacts.files import sha256
+from reap.cli import main
+from reap.cli.pipeline import Pipeline
+from reap.cli.rundir import RunDirectory
 from reap.data import embedded_model
 from reap.errors import CalibrationError
 from reap.models.chat import ChatRenderer
@@ -28,6 +34,7 @@ from reap.models.text import (
     sequences,
     shares,
 )
+from reap.recipes import load_recipe
 
 HELLO = [{"role": "user", "content": "Hi there"}, {"role": "assistant", "content": "Hello."}]
 RENDERED = "<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n"
@@ -529,3 +536,64 @@ def test_a_source_stays_unread_until_it_is_used(here: Path) -> None:
     assert words(read("s.jsonl", tokens=4)[0]) == ["good"]
     with pytest.raises(CalibrationError, match=r"line 2 of s.jsonl: text is a number"):
         read("s.jsonl", tokens=5)
+
+
+def test_the_code_of_a_tokenizer_needs_consent_and_may_not_run(here: Path) -> None:
+    path = here / "model"
+    path.mkdir()
+    shutil.copy(embedded_model() / "config.json", path)
+    (path / "tokenization_kimi.py").write_text("import a_library_that_is_not_there\n")
+    config = {"auto_map": {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(CalibrationError, match="cannot be loaded") as error:
+        load_tokenizer(path)
+    assert "--trust-remote-code" in str(error.value.hint)
+    with pytest.raises(CalibrationError, match=r"cannot be loaded: .*(\n.*)*that_is_not_there"):
+        load_tokenizer(path, trust_remote_code=True)
+
+
+# The command line
+
+
+def test_calibrate_evaluate_and_run_take_datasets(here: Path) -> None:
+    write_dataset("chats", train=[CHAT] * 40, test=[CHAT] * 3)
+    Path("long.txt").write_text("Words and numbers. " * 90)
+    quick = ["--sequence-length", "16", "--documents", "truncate"]
+    sources = ["chats:train=3", "long.txt", "math=100tok"]
+    chosen = [word for source in sources for word in ("--calibration", source)]
+    calibrate = ["calibrate", str(embedded_model()), "--run", "r", *chosen, "--tokens", "500"]
+    assert main([*calibrate, *quick, "--probe-tokens", "0", "--no-sensitivity"]) == 0
+    provenance = Saliency.load(Path("r/saliency.safetensors")).provenance
+    used = {c.source: c for c in provenance.corpora}
+    assert list(used) == sources and provenance.settings["documents"] == "truncate"
+    assert used["long.txt"].tokens == 16 and used["math=100tok"].tokens == 100
+    assert used["chats:train=3"].tokens == 300
+    assert provenance.inputs["chats:train=3"] == used["chats:train=3"].sha256 != ""
+
+    evaluate = ["evaluate", str(embedded_model()), "--no-reference", "--out", "e.json"]
+    assert main([*evaluate, "--text", "chats:test", *quick]) == 0
+    (corpus,) = Evaluation.load(Path("e.json")).provenance.corpora
+    assert (corpus.source, corpus.documents, corpus.tokens) == ("chats:test", 3, 48)
+
+    settings = "tokens: 500, sequence_length: 16, documents: truncate"
+    Path("r.yaml").write_text(
+        f"model: {embedded_model()}\ntexts: ['chats:train=3', long.txt, 'math=100tok']\n"
+        f"calibration: {{{settings}, probe_tokens: 0, sensitivity: false}}\n"
+        "plan: {size: 9.6MB}\n"
+    )
+    pipeline = Pipeline(load_recipe("r.yaml"), RunDirectory(Path("r")))
+    pipeline.texts = load(*sources)
+    pipeline.model_sha256 = sha256(embedded_model() / "config.json")
+    assert pipeline._saliency_misfit() == ""
+    shutil.rmtree("chats")
+    write_dataset("chats", train=[{"messages": HELLO[:1]}] * 90)
+    pipeline.texts = load(*sources)
+    assert pipeline._saliency_misfit() == "the text of chats:train=3 has changed"
+
+
+def test_datasets_is_not_imported_without_need() -> None:
+    code = (
+        "import sys; from reap.models.text import load_texts; load_texts((), split='calibration');"
+        "assert 'datasets' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
