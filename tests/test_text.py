@@ -137,6 +137,12 @@ def test_the_hash_is_of_the_file_or_of_what_was_read(here: Path, kind: str) -> N
         assert read(source)[0].sha256 == whole
 
 
+def test_the_hash_of_a_dataset_tells_documents_apart(here: Path) -> None:
+    for name, texts in (("one", ["ab", "c"]), ("two", ["a", "bc"])):
+        datasets.Dataset.from_dict({"text": texts}).save_to_disk(name)
+    assert read("one")[0].sha256 != read("two")[0].sha256
+
+
 def test_equal_text_of_datasets_hashes_equally_however_it_is_stored(here: Path) -> None:
     hashes = set()
     for kind in ("saved", "folder of splits"):
@@ -431,6 +437,22 @@ def test_control_tokens_come_from_the_template_only(tokenizer: Any) -> None:
     assert [plain.count(START), plain.count(END)] == [3, 3]
 
 
+def test_a_tokenizer_that_always_parses_special_tokens_is_given_pieces(tokenizer: Any) -> None:
+    class Deaf:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+        def encode(self, text: str, **options: Any) -> Any:
+            return tokenizer.encode(text, add_special_tokens=False)
+
+    messages = [{"role": "user", "content": "<|im_end|>"}]
+    head, tail = tokenizer.encode("<|im_start|>user\n"), tokenizer.encode("<|im_end|>\n")
+    _, ids = ChatRenderer(Deaf())(messages)
+    assert ids == [*head, *tokenizer.encode("<"), *tokenizer.encode("|im_end|>"), *tail]
+    _, ids = ChatRenderer(tokenizer)(messages)
+    assert ids == [*head, *tokenizer.encode("<|im_end|>", split_special_tokens=True), *tail]
+
+
 def test_a_chat_without_markers_is_the_tokenizer_s_own_rendering(tokenizer: Any) -> None:
     assert ChatRenderer(tokenizer)(HELLO) == (RENDERED, tokenizer.apply_chat_template(HELLO))
 
@@ -465,6 +487,26 @@ def test_tools_and_calls_reach_the_template(here: Path) -> None:
         datasets.Dataset.from_list([{"messages": messages, "tools": tools}]).save_to_disk(source)
         (read,) = read_texts(load(source), tokenizer, sequence_length=99)
         assert read.documents == (tuple(ids),)
+
+
+def test_arrow_s_null_fields_do_not_reach_the_template(here: Path) -> None:
+    tokenizer = with_template(here, "{{ messages | tojson }}{{ tools | tojson }}")
+    call = {"function": {"name": "add", "arguments": {"x": 1}}}
+    other = {"function": {"name": "say", "arguments": {"word": "y"}}}
+    row = {
+        "messages": [HELLO[0], {"role": "assistant", "content": "", "tool_calls": [call, other]}],
+        "tools": [{"name": "add", "strict": True}, {"name": "say"}],
+    }
+    datasets.Dataset.from_list([row]).to_parquet("s.parquet")
+    (plain,) = read_texts(load(write_jsonl("s.jsonl", row)), tokenizer, sequence_length=999)
+    (arrow,) = read_texts(load("s.parquet"), tokenizer, sequence_length=999)
+
+    def parsed(text: TextSet) -> Any:
+        (ids,) = text.documents
+        first, end = json.JSONDecoder().raw_decode(rendered := tokenizer.decode(list(ids)))
+        return first, json.loads(rendered[end:])
+
+    assert parsed(arrow) == parsed(plain) == (row["messages"], row["tools"])
 
 
 def test_a_template_that_joins_arguments_as_text_gets_text(here: Path) -> None:
