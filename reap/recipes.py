@@ -78,7 +78,17 @@ def _size(value: Any) -> int:
     return parse_size(value if isinstance(value, int) else str(value))
 
 
-_EVALUATION: dict[str, Check] = {"tokens": _whole(1), "sequence_length": _whole(2)}
+def _cut(value: Any) -> str:
+    if value not in ("split", "truncate"):
+        raise ValueError("split or truncate")
+    return str(value)
+
+
+_EVALUATION: dict[str, Check] = {
+    "tokens": _whole(1),
+    "sequence_length": _whole(2),
+    "documents": _cut,
+}
 _CALIBRATION: dict[str, Check] = {
     **_EVALUATION,
     "batch_tokens": _whole(1),

@@ -30,7 +30,15 @@ from reap.calibrate.measure import keep_best, kept_grid, restricted_router
 from reap.errors import CalibrationError
 from reap.models.hooks import hooked
 from reap.models.source import open_source
-from reap.models.text import TextSet, batches, load_texts, load_tokenizer, sequences
+from reap.models.text import (
+    RowSet,
+    TextSet,
+    batches,
+    load_texts,
+    load_tokenizer,
+    read_texts,
+    sequences,
+)
 
 Array = npt.NDArray[np.float64]
 Documents = Sequence[Sequence[int]]
@@ -48,6 +56,13 @@ class Numbers:
 
     def encode(self, text: str) -> list[int]:
         return [int(word) for word in text.split()]
+
+
+class Letters:
+    """A tokenizer of characters."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(map(ord, text))
 
 
 def text_set(domain: str, documents: Documents) -> TextSet:
@@ -741,7 +756,9 @@ def test_files_are_read_document_by_document(tmp_path: Path) -> None:
     plain = tmp_path / "b.txt"
     plain.write_text("x\n\ny")
     first, second = load_texts([str(file), str(plain)], split="calibration")
-    assert (first.domain, first.documents) == ("a", (odd, "two"))
+    assert isinstance(first, RowSet) and isinstance(second, TextSet)
+    assert first.domain == "a"
+    assert [text for _, text in first.rows.documents()] == [odd, "two", " "]
     assert (second.domain, second.documents) == ("b", ("x\n\ny",))
 
 
@@ -756,12 +773,17 @@ def test_the_shipped_sets_have_the_checksums_of_their_descriptions() -> None:
     [
         ("empty.txt", b"", "empty.txt has no text: 0 tokens"),
         ("blank.jsonl", b'{"text": " "}\n\n', "blank.jsonl has no text: 0 tokens"),
+        ("none.jsonl", b"\n", "none.jsonl has no text: 0 tokens"),
         ("cut.jsonl", b'{"text": "a"}\n{"te', "cut.jsonl is not JSON lines"),
-        ("other.jsonl", b'{"content": "a"}', "other.jsonl is not JSON lines"),
+        (
+            "other.jsonl",
+            b'{"content": "a"}',
+            "other.jsonl has no column .*its columns: content",
+        ),
         ("list.jsonl", b"[1]", "list.jsonl is not JSON lines"),
-        ("null.jsonl", b'{"text": null}', "null.jsonl is not JSON lines"),
+        ("null.jsonl", b'{"text": null}', "line 1 of .*null.jsonl: text is null, not a string"),
         ("latin.txt", b"caf\xe9", "latin.txt cannot be read"),
-        ("table.csv", b"a,b", "table.csv is of a kind that reap cannot read"),
+        ("table.tsv", b"a\tb", "table.tsv is of a kind that reap cannot read"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(
@@ -769,7 +791,8 @@ def test_a_file_that_cannot_be_used_is_named(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CalibrationError, match=message):
-        load_texts([str(tmp_path / name)], split="calibration")
+        texts = load_texts([str(tmp_path / name)], split="calibration")
+        read_texts(texts, Letters(), sequence_length=9)
 
 
 def test_an_unknown_text_set_is_refused_with_the_known_ones() -> None:

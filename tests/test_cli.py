@@ -172,6 +172,7 @@ def test_files_say_by_which_command_and_settings_they_were_made(
     assert saliency.settings == {
         "tokens": 600,
         "sequence_length": 64,
+        "documents": "split",
         "batch_tokens": 4096,
         "probe_tokens": 100,
         "sensitivity": True,
@@ -725,7 +726,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "text set": ((*CALIBRATE, MODEL, "--calibration", "x"), "x is neither a shipped text set nor"),
     "text without text": ((*CALIBRATE, MODEL, "--calibration", "empty.txt"), "has no text"),
     "text of a kind": ((*CALIBRATE, MODEL, "--calibration", "picture.png"), "of a kind that reap"),
-    "bad lines": ((*CALIBRATE, MODEL, "--calibration", "bad.jsonl"), "is not JSON lines"),
+    "bad lines": ((*CALIBRATE, MODEL, "--calibration", "bad.jsonl"), "bad.jsonl has no column"),
     "evaluation text": (("evaluate", "--text", "x", "--out", "e"), "x is neither a shipped text"),
     "format to measure": ((*CALIBRATE, MODEL, "--low", "2bit-gx"), "unknown format '2bit-gx'."),
     "no tokens": ((*CALIBRATE, MODEL, "--tokens", "1"), "0 tokens to work on"),

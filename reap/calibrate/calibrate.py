@@ -30,12 +30,15 @@ from reap.models.stream import LayerStream
 from reap.models.tap import ExpertTap
 from reap.models.text import (
     Batch,
+    Cut,
+    Text,
     TextSet,
     TokenSequence,
     batches,
     check_length,
     corpora,
     load_tokenizer,
+    read_texts,
     sequences,
 )
 from reap.progress import Progress, silent
@@ -43,12 +46,15 @@ from reap.progress import Progress, silent
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """`tokens`: limit over all domains; `probe_tokens`: how many of them the drop curve, the
-    low-bit errors and the layers' sensitivity are measured on (0: not at all); `low_formats`: the
-    formats to measure; `sensitivity`: whether to measure KL with one layer changed at a time."""
+    """`tokens`: limit over all domains; `documents`: whether one that is longer than a sequence is
+    split into several or truncated to its first; `probe_tokens`: how many tokens the drop curve,
+    the low-bit errors and the layers' sensitivity are measured on (0: not at all); `low_formats`:
+    the formats to measure; `sensitivity`: whether to measure KL with one layer changed at a
+    time."""
 
     tokens: int | None = None
     sequence_length: int = 512
+    documents: Cut = "split"
     batch_tokens: int = 4096
     probe_tokens: int = 2048
     sensitivity: bool = True
@@ -61,7 +67,7 @@ class CalibrationSettings:
 
 def calibrate(
     source: SourceModel,
-    texts: Sequence[TextSet],
+    texts: Sequence[Text],
     settings: CalibrationSettings,
     *,
     command: str = "",
@@ -81,11 +87,19 @@ def calibrate(
     check_length(settings.sequence_length, source.tokens_per_call)
     tokenizer = load_tokenizer(source.checkpoint.path, trust_remote_code=trust_remote_code)
     spec = source.spec()
-    parts = sequences(
+    read = read_texts(
         texts,
         tokenizer,
         sequence_length=settings.sequence_length,
         tokens=settings.tokens,
+        documents=settings.documents,
+    )
+    parts = sequences(
+        read,
+        tokenizer,
+        sequence_length=settings.sequence_length,
+        tokens=settings.tokens,
+        documents=settings.documents,
         vocab_size=source.vocabulary,
     )
     tokens_per_batch = min(settings.batch_tokens, source.tokens_per_call)
@@ -98,10 +112,10 @@ def calibrate(
     kept = None
     if partial is not None:
         kept = PartialRun(partial, memory=memory)
-        known = fingerprint(source, texts, parts, settings.to_json())
+        known = fingerprint(source, read, parts, settings.to_json())
         kept.begin(known, command, resume=resume)
         command = kept.command
-    run = _Run(source, spec, made, probes, texts, settings, formats, progress, kept)
+    run = _Run(source, spec, made, probes, read, settings, formats, progress, kept)
     try:
         sums = run.layers()
     finally:
@@ -114,8 +128,8 @@ def calibrate(
             model=spec.model,
             revision=spec.revision,
             config_sha256=spec.config_sha256,
-            inputs={text.source: text.sha256 for text in texts},
-            corpora=corpora(texts, parts),
+            inputs={text.source: text.sha256 for text in read},
+            corpora=corpora(read, parts),
             settings=settings.to_json(),
         ),
         spec=spec,

@@ -14,7 +14,14 @@ from reap.models.families import text_config
 from reap.models.source import SourceModel
 from reap.models.states import States, state_bytes
 from reap.models.stream import LayerStream
-from reap.models.text import TextSet, batches, check_length, load_tokenizer, sequences
+from reap.models.text import (
+    Text,
+    batches,
+    check_length,
+    load_tokenizer,
+    read_texts,
+    sequences,
+)
 from reap.progress import silent
 
 _TOKENS = 256
@@ -40,7 +47,7 @@ class Estimate:
 
 def estimate(
     source: SourceModel,
-    texts: Sequence[TextSet],
+    texts: Sequence[Text],
     settings: CalibrationSettings,
     *,
     trust_remote_code: bool = False,
@@ -50,11 +57,19 @@ def estimate(
     check_length(settings.sequence_length, source.tokens_per_call)
     tokenizer = load_tokenizer(source.checkpoint.path, trust_remote_code=trust_remote_code)
     spec = source.spec()
-    parts = sequences(
+    read = read_texts(
         texts,
         tokenizer,
         sequence_length=settings.sequence_length,
         tokens=settings.tokens,
+        documents=settings.documents,
+    )
+    parts = sequences(
+        read,
+        tokenizer,
+        sequence_length=settings.sequence_length,
+        tokens=settings.tokens,
+        documents=settings.documents,
         vocab_size=source.vocabulary,
     )
     formats = _usable(settings.low_formats, spec)
@@ -62,7 +77,7 @@ def estimate(
     longest = max(parts, key=lambda part: len(part.tokens))
     few = replace(longest, tokens=longest.tokens[:_TOKENS])
     made = batches([few], tokens_per_batch=_TOKENS)
-    run = _Run(source, spec, made, made if probes else [], texts, settings, formats, silent)
+    run = _Run(source, spec, made, made if probes else [], read, settings, formats, silent)
     size = len(few.tokens)
     index = source.moe_layers[0]
 

@@ -8,23 +8,17 @@ from typing import Annotated
 
 import typer
 
-from reap.cli.options import Force, Json, NewRun, SequenceLength, Tokens, Trust
+from reap.cli.options import Documents, Force, Json, NewRun, SequenceLength, Texts, Tokens, Trust
 
 
 def calibrate(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Model directory or Hugging Face id.")
     ],
-    calibration: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT",
-            help="A shipped text set or a .jsonl/.txt file; repeatable; default: all sets.",
-            show_default=False,
-        ),
-    ] = None,
+    calibration: Texts = None,
     tokens: Tokens = None,
     sequence_length: SequenceLength = 512,
+    documents: Documents = "split",
     batch_tokens: Annotated[
         int, typer.Option(metavar="N", min=1, help="Tokens in one batch.")
     ] = 4096,
@@ -78,6 +72,7 @@ def calibrate(
     settings = CalibrationSettings(
         tokens=tokens,
         sequence_length=sequence_length,
+        documents=documents,
         batch_tokens=batch_tokens,
         probe_tokens=probe_tokens,
         low_formats=tuple(map(stages.parse_format, low or ())),

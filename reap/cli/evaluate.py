@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from reap.cli.options import Force, Json, Run, SequenceLength, Tokens, Trust
+from reap.cli.options import Documents, Force, Json, Run, SequenceLength, Texts, Tokens, Trust
 
 
 def evaluate(
@@ -28,16 +28,10 @@ def evaluate(
         ),
     ] = None,
     no_reference: Annotated[bool, typer.Option("--no-reference", help="Perplexity only.")] = False,
-    text: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="TEXT",
-            help="A shipped text set or a .jsonl/.txt file; repeatable; default: all sets.",
-            show_default=False,
-        ),
-    ] = None,
+    text: Texts = None,
     tokens: Tokens = None,
     sequence_length: SequenceLength = 512,
+    documents: Documents = "split",
     label: Annotated[
         str | None,
         typer.Option(
@@ -70,7 +64,7 @@ def evaluate(
         checkpoint or str(directory.checkpoint),
         base,
         text or (),
-        EvaluationSettings(tokens=tokens, sequence_length=sequence_length),
+        EvaluationSettings(tokens=tokens, sequence_length=sequence_length, documents=documents),
         target,
         label=label or "",
         trust=trust_remote_code,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -44,11 +44,28 @@ Tokens = Annotated[
         "--tokens",
         metavar="N",
         min=1,
-        help="Tokens to use, an equal share of each domain; default: all.",
+        help="Tokens to use, shared by the domains' weights; default: all.",
         show_default=False,
     ),
 ]
 SequenceLength = Annotated[
     int,
     typer.Option("--sequence-length", metavar="N", min=2, help="Longest sequence, in tokens."),
+]
+Documents = Annotated[
+    Literal["split", "truncate"],
+    typer.Option(
+        metavar="split|truncate",
+        help="A document longer than a sequence gives several, or only its first.",
+    ),
+]
+Texts = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="TEXT",
+        help="[DOMAIN:]SOURCE[=WEIGHT or =NUMBERtok]; a source is a shipped text set, a "
+        ".txt/.jsonl/.parquet/.csv file, a dataset directory or ORG/NAME:SPLIT:COLUMN on the hub "
+        "(see docs/text.md); repeatable; default: all shipped sets.",
+        show_default=False,
+    ),
 ]

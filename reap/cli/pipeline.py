@@ -19,7 +19,7 @@ from reap.recipes import Recipe
 if TYPE_CHECKING:
     from reap.calibrate import CalibrationSettings
     from reap.evaluate import EvaluationSettings
-    from reap.models.text import TextSet
+    from reap.models.text import Text
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,9 @@ class Pipeline:
         saliency = Saliency.load(self.directory.saliency)
         if saliency.spec.config_sha256 != self.model_sha256:
             return f"it is of {saliency.spec.model}, not of {self.recipe.model}"
-        return _texts_changed(saliency.provenance, self.texts) or _changed(
-            saliency.provenance.settings, self._calibration().to_json()
+        settings = self._calibration()
+        return _changed(saliency.provenance.settings, settings.to_json()) or _texts_changed(
+            saliency.provenance, self._read(self.texts, settings)
         )
 
     def _plan(self) -> None:
@@ -183,8 +184,27 @@ class Pipeline:
             return "it is of another checkpoint"
         if provenance.inputs.get("reference config.json") != self.model_sha256:
             return f"its reference is not {self.recipe.model}"
-        return _texts_changed(provenance, self.evaluation_texts) or _changed(
-            provenance.settings, asdict(self._evaluation())
+        settings = self._evaluation()
+        return _changed(provenance.settings, asdict(settings)) or _texts_changed(
+            provenance, self._read(self.evaluation_texts, settings)
+        )
+
+    def _read(
+        self, texts: Sequence[Text], settings: CalibrationSettings | EvaluationSettings
+    ) -> Sequence[Text]:
+        """The texts with what they hash to, for which datasets must be read once more."""
+        if all(text.sha256 for text in texts):
+            return texts
+        from reap.models.checkpoint import open_checkpoint
+        from reap.models.text import load_tokenizer, read_texts
+
+        path = open_checkpoint(self.recipe.model).path
+        return read_texts(
+            texts,
+            load_tokenizer(path, trust_remote_code=self.trust),
+            sequence_length=settings.sequence_length,
+            tokens=settings.tokens,
+            documents=settings.documents,
         )
 
 
@@ -206,7 +226,7 @@ def _changed(made: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     )
 
 
-def _texts_changed(provenance: Provenance, texts: Sequence[TextSet]) -> str:
+def _texts_changed(provenance: Provenance, texts: Sequence[Text]) -> str:
     used = {corpus.source: corpus.sha256 for corpus in provenance.corpora}
     wanted = {text.source: text.sha256 for text in texts}
     if used.keys() != wanted.keys():

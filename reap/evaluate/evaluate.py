@@ -22,11 +22,13 @@ from reap.models.source import SourceModel
 from reap.models.stream import LayerStream
 from reap.models.text import (
     Batch,
-    TextSet,
+    Cut,
+    Text,
     batches,
     check_length,
     corpora,
     load_tokenizer,
+    read_texts,
     sequences,
 )
 from reap.progress import Progress, silent
@@ -36,16 +38,18 @@ QUANTILES = (0, 1, 5, 10, 50, 90, 95, 99, 99.9, 100)
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """`tokens`: limit over all domains, None for all text."""
+    """`tokens`: limit over all domains, None for all text; `documents`: whether one that is longer
+    than a sequence is split into several or truncated to its first."""
 
     tokens: int | None = None
     sequence_length: int = 512
+    documents: Cut = "split"
     batch_tokens: int = 4096
 
 
 def evaluate(
     checkpoint: SourceModel,
-    texts: Sequence[TextSet],
+    texts: Sequence[Text],
     settings: EvaluationSettings,
     *,
     reference: SourceModel | None = None,
@@ -71,7 +75,7 @@ def evaluate(
 
 def evaluate_all(
     checkpoints: Mapping[str, SourceModel],
-    texts: Sequence[TextSet],
+    texts: Sequence[Text],
     settings: EvaluationSettings,
     *,
     reference: SourceModel | None = None,
@@ -91,11 +95,19 @@ def evaluate_all(
     tokens_per_call = min(model.tokens_per_call for model in models)
     check_length(settings.sequence_length, tokens_per_call)
     tokenizer = load_tokenizer(first.checkpoint.path, trust_remote_code=trust_remote_code)
-    parts = sequences(
+    read = read_texts(
         texts,
         tokenizer,
         sequence_length=settings.sequence_length,
         tokens=settings.tokens,
+        documents=settings.documents,
+    )
+    parts = sequences(
+        read,
+        tokenizer,
+        sequence_length=settings.sequence_length,
+        tokens=settings.tokens,
+        documents=settings.documents,
         vocab_size=first.vocabulary,
     )
     made = batches(parts, tokens_per_batch=min(settings.batch_tokens, tokens_per_call))
@@ -104,7 +116,7 @@ def evaluate_all(
         base = None if reference is None else logits[-1]
         for mine, own in zip(scored, logits):
             mine.add(batch, _score(batch, own, base))
-    inputs = {text.source: text.sha256 for text in texts}
+    inputs = {text.source: text.sha256 for text in read}
     if reference is not None:
         inputs["reference config.json"] = reference.checkpoint.config_sha256
     return [
@@ -116,7 +128,7 @@ def evaluate_all(
                 revision=model.checkpoint.revision,
                 config_sha256=model.checkpoint.config_sha256,
                 inputs=inputs | _plan_input(model),
-                corpora=corpora(texts, parts),
+                corpora=corpora(read, parts),
                 settings=asdict(settings),
             ),
             checkpoint=model.checkpoint.name,
@@ -127,7 +139,7 @@ def evaluate_all(
             expert_bytes=_expert_bytes(model),
             base_expert_bytes=_expert_bytes(reference or model),
             documents=tuple(
-                DocumentScore(domain=texts[domain].domain, **asdict(mine.sums[domain, document]))
+                DocumentScore(domain=read[domain].domain, **asdict(mine.sums[domain, document]))
                 for domain, document in sorted(mine.sums)
             ),
             kl_quantiles=mine.quantiles(),

@@ -1,32 +1,74 @@
-"""Documents into batches of token sequences."""
+"""Documents into batches of token sequences.
+
+Every sequence is part of one document and attends to nothing else: documents are never packed
+into one sequence.
+"""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
 import yaml
 
 from reap.artifacts import Corpus
+from reap.artifacts.files import sha256
 from reap.data import data_directory
 from reap.errors import CalibrationError
+from reap.models.chat import ChatRenderer
+from reap.models.rows import (
+    HUB_NAME,
+    KINDS,
+    Chat,
+    Rows,
+    TextOption,
+    directory_rows,
+    file_rows,
+    hub_rows,
+)
+
+Cut = Literal["split", "truncate"]
+"""A document longer than a sequence gives several sequences, or only its first."""
 
 
 @dataclass(frozen=True)
 class TextSet:
-    """The documents of one domain. `source` names the set or file, `sha256` is of its bytes."""
+    """The documents of one domain, as text or as tokens.
+
+    `source` is what the user named; `sha256` is of the file's bytes, or of the text that was read
+    from a dataset. `limit` is the domain's own number of tokens; without one it has a share of
+    what is left by `weight`.
+    """
 
     domain: str
     source: str
     sha256: str
-    documents: tuple[str, ...]
+    documents: tuple[str | tuple[int, ...], ...]
+    weight: Fraction = Fraction(1)
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class RowSet:
+    """A domain whose documents are still to be read, as many as its tokens need: see TextSet.
+    `sha256` is "" until a dataset is read."""
+
+    domain: str
+    source: str
+    sha256: str
+    rows: Rows
+    weight: Fraction = Fraction(1)
+    limit: int | None = None
+
+
+Text = TextSet | RowSet
 
 
 @dataclass(frozen=True)
@@ -64,63 +106,163 @@ def named_sets() -> dict[str, dict[str, Any]]:
     return {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
 
 
-def load_texts(names: Sequence[str], *, split: str) -> list[TextSet]:
-    """Text sets by name (all shipped ones if `names` is empty) or local .jsonl / .txt files.
+def load_texts(names: Sequence[str], *, split: str) -> list[Text]:
+    """Open what the user named: shipped sets (all if `names` is empty), files, datasets.
 
     `split` is "calibration" or "evaluation" and selects the file of a named set. Raises
-    CalibrationError for unknown names, unreadable files and sets without text.
+    CalibrationError for unknown names, and for text whose first row cannot be used.
     """
-    known = named_sets()
-    texts = []
-    for name in names or list(known):
-        if name in known:
-            description = known[name]["splits"][split]
-            path = data_directory("calibration") / description["file"]
-            text = _read(path, known[name]["domain"], name)
-            if text.sha256 != description["sha256"]:
-                raise CalibrationError(f"{path} does not have the checksum of its description.")
-        else:
-            path = Path(name)
-            if not path.is_file():
-                raise CalibrationError(
-                    f"{name} is neither a shipped text set nor a file.",
-                    f"shipped: {', '.join(known)}; or give a .jsonl or .txt file",
-                )
-            text = _read(path, path.name.split(".")[0], name)
-        texts.append(text)
+    texts = [_open(TextOption.parse(name), split) for name in names or list(named_sets())]
     domains = [text.domain for text in texts]
     twice = {domain for domain in domains if domains.count(domain) > 1}
     if twice:
         raise CalibrationError(
-            f"two text sets are called {twice.pop()}.", "rename one of the files"
+            f"two text sets are called {twice.pop()}.", "give one a name of its own: NAME:SOURCE"
         )
     return texts
 
 
-def _read(path: Path, domain: str, source: str) -> TextSet:
+def _open(option: TextOption, split: str) -> Text:
+    known = named_sets()
+    path = Path(option.name).expanduser()
+    amount = (option.weight, option.tokens)
+    file = path.is_file() or (option.name not in known and path.name.endswith(KINDS))
+    if option.name in known and not option.rest:
+        description = known[option.name]["splits"][split]
+        path = data_directory("calibration") / description["file"]
+        if sha256(path) != description["sha256"]:
+            raise CalibrationError(f"{path} does not have the checksum of its description.")
+        documents = tuple(text for _, text in file_rows(path).documents() if isinstance(text, str))
+        domain = option.domain or known[option.name]["domain"]
+        return TextSet(domain, option.given, description["sha256"], documents, *amount)
+    if len(option.rest) > (1 if file else 2):
+        raise CalibrationError(
+            f"{option.given} has too many colons.",
+            "write FILE:COLUMN or DIRECTORY:SPLIT:COLUMN or ORG/NAME/CONFIG:SPLIT:COLUMN",
+        )
+    if path.is_file():
+        domain = option.domain or path.name.split(".")[0] or path.name
+        if path.suffix == ".txt":
+            if option.rest:
+                raise CalibrationError(f"{path} is plain text and has no columns.")
+            return TextSet(domain, option.given, sha256(path), (_plain(path),), *amount)
+        rows = file_rows(path, *option.rest)
+        digest = sha256(path)
+    elif option.name and path.is_dir():
+        domain = option.domain or path.resolve().name
+        rows, digest = directory_rows(path, *option.rest), ""
+    elif not file and HUB_NAME.fullmatch(option.name):
+        domain = option.domain or option.name.split("@")[0].split("/")[1]
+        rows, digest = hub_rows(option.name, *option.rest), ""
+    else:
+        raise CalibrationError(
+            f"{option.name} is neither a shipped text set nor a file.",
+            f"shipped: {', '.join(known)}; or give a file ({', '.join(KINDS)}), a directory of a "
+            "dataset or the ORG/NAME of one on the hub",
+        )
+    _ = rows.shape  # reads the first row
+    return RowSet(domain, option.given, digest, rows, *amount)
+
+
+def _plain(path: Path) -> str:
     try:
-        raw = path.read_bytes()
-        if path.suffix == ".jsonl":
-            # Not splitlines(): JSON strings may hold U+2028 and other marks that it takes for ends.
-            lines = [line for line in raw.decode("utf-8").split("\n") if line.strip()]
-            documents = [json.loads(line)["text"] for line in lines]
-            if not all(isinstance(document, str) for document in documents):
-                raise TypeError("text is not a string")
-        elif path.suffix == ".txt":
-            documents = [raw.decode("utf-8")]
-        else:
-            raise CalibrationError(
-                f"{path} is of a kind that reap cannot read.",
-                'give .txt or .jsonl with a "text" field',
-            )
+        text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"{path} cannot be read: {error}") from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise CalibrationError(f'{path} is not JSON lines with a "text" field: {error!r}') from None
-    documents = [document for document in documents if document.strip()]
-    if not documents:
+    if not text.strip():
         raise CalibrationError(f"{path} has no text: 0 tokens to work on.", "give text")
-    return TextSet(domain, source, hashlib.sha256(raw).hexdigest(), tuple(documents))
+    return text
+
+
+def shares(texts: Sequence[Text], tokens: int | None) -> list[int | None]:
+    """Tokens of each domain; None for all it has.
+
+    Domains with a limit of their own have that; what is left of `tokens` is divided by weight.
+    """
+    own = sum(text.limit for text in texts if text.limit is not None)
+    weights = [text.weight for text in texts if text.limit is None]
+    if tokens is None:
+        if len(set(weights)) > 1:
+            raise CalibrationError("weights divide a number of tokens.", "give --tokens")
+        return [text.limit for text in texts]
+    left = tokens - own
+    if left < (1 if weights else 0):
+        raise CalibrationError(
+            f"the domains' own limits are {own:,} tokens, which leaves {left:,} of {tokens:,}.",
+            "raise --tokens",
+        )
+    return [
+        max(1, int(left * text.weight / sum(weights))) if text.limit is None else text.limit
+        for text in texts
+    ]
+
+
+def read_texts(
+    texts: Sequence[Text],
+    tokenizer: Any,
+    *,
+    sequence_length: int,
+    tokens: int | None = None,
+    documents: Cut = "split",
+) -> list[TextSet]:
+    """Read of every file and dataset the documents that `sequences` will use, and no more.
+
+    Raises CalibrationError for a row without usable text, and for a dataset on the hub that has
+    no limit of tokens.
+    """
+    return [
+        text
+        if isinstance(text, TextSet)
+        else _read(text, tokenizer, sequence_length, share, documents)
+        for text, share in zip(texts, shares(texts, tokens))
+    ]
+
+
+def _read(
+    text: RowSet, tokenizer: Any, sequence_length: int, share: int | None, documents: Cut
+) -> TextSet:
+    rows = text.rows
+    if rows.endless and share is None:
+        raise CalibrationError(
+            f"{rows.name} would be downloaded whole.",
+            f"give --tokens, or {text.source}=20000tok",
+        )
+    render: ChatRenderer | None = None
+    found: list[tuple[int, ...]] = []
+    digest = hashlib.sha256()
+    taken = 0
+    for place, content in rows.documents():
+        if isinstance(content, Chat):
+            render = render or ChatRenderer(tokenizer)
+            try:
+                content, ids = render(content.messages, content.tools)
+            # Templates and the code of tokenizers raise nearly anything.
+            except Exception as error:
+                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+                raise CalibrationError(
+                    f"the model's chat template refuses {place} of {rows.name}: {reason}"
+                ) from None
+        elif content.strip():
+            ids = tokenizer.encode(content)
+        else:
+            continue
+        raw = content.encode("utf-8", "surrogatepass")
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+        found.append(tuple(ids[:sequence_length] if documents == "truncate" else ids))
+        # As `sequences`: first come the beginnings of all documents.
+        taken += min(len(ids), sequence_length)
+        if share is not None and taken >= share:
+            break
+    if not found:
+        raise CalibrationError(f"{rows.name} has no text: 0 tokens to work on.", "give text")
+    return TextSet(
+        text.domain,
+        text.source,
+        text.sha256 or digest.hexdigest(),
+        tuple(found),
+        text.weight,
+        text.limit,
+    )
 
 
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
@@ -135,7 +277,8 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
         if not tokenizer.encode("text"):
             raise ValueError("it gives no tokens; its files may be missing")
         return tokenizer
-    except (ValueError, OSError) as error:
+    # ImportError: code beside a tokenizer that needs another version or a missing library.
+    except (ValueError, OSError, ImportError) as error:
         wants_code = "trust_remote_code" in str(error)
         raise CalibrationError(
             f"the tokenizer of {path} cannot be loaded: {str(error).splitlines()[0]}",
@@ -149,19 +292,24 @@ def sequences(
     *,
     sequence_length: int,
     tokens: int | None = None,
+    documents: Cut = "split",
     vocab_size: int,
 ) -> list[TokenSequence]:
     """Cut every document into sequences of at most `sequence_length` tokens.
 
-    `tokens` limits the total, an equal share for each domain (a domain with less text gives what
-    it has); first come the beginnings of all documents, then what follows, so that a small share
-    still spans many documents. Sequences of a single token are dropped: nothing can be predicted
-    from them. Raises CalibrationError if the tokenizer does not belong to the model.
+    `tokens` limits the total, a share for each domain by weight (a domain with less text gives
+    what it has); first come the beginnings of all documents, then what follows, so that a small
+    share still spans many documents. Sequences of a single token are dropped: nothing can be
+    predicted from them. Raises CalibrationError if the tokenizer does not belong to the model.
     """
-    share = None if tokens is None else max(1, tokens // len(texts))
     found: list[TokenSequence] = []
-    for domain, text in enumerate(texts):
-        encoded = [tokenizer.encode(content) for content in text.documents]
+    for domain, (text, share) in enumerate(zip(texts, shares(texts, tokens))):
+        encoded = [
+            tokenizer.encode(content) if isinstance(content, str) else content
+            for content in text.documents
+        ]
+        if documents == "truncate":
+            encoded = [ids[:sequence_length] for ids in encoded]
         largest = max((max(ids) for ids in encoded if ids), default=0)
         if largest >= vocab_size:
             raise CalibrationError(
