@@ -858,8 +858,13 @@ def test_ctrl_c_leaves_all_as_it_was(
     place_with_checkpoint: Path, argv: tuple[str, ...], after: str
 ) -> None:
     before = snapshot(place_with_checkpoint)
+    # A shell starts background jobs, and so CI perhaps this test, with Ctrl-C ignored.
     process = subprocess.Popen(
-        [sys.executable, *REAP, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, *REAP, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     for line in process.stderr:

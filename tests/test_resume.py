@@ -143,7 +143,7 @@ def test_stopped_in_every_layer(
     whole = tensors(run(model, tmp_path / "w"), tmp_path / "f")
     partial = tmp_path / "p"
     count = len(open_source(str(model)).layers)
-    stops = [f"layer {n} of {count}" for n in range(2, count + 1)]
+    stops = [f"layer {n - 1} ({n} of {count})" for n in range(2, count + 1)]
     for number, doing in enumerate([*stops, "comparing"], 1):
         with pytest.raises(Stopped):
             run(model, partial, progress=stop_at(doing), resume=True, memory=memory)
@@ -157,7 +157,7 @@ def stopped(tmp_path: Path, checkpoint: Path) -> tuple[Path, Path]:
     model = tmp_path / "model"
     shutil.copytree(checkpoint, model)
     with pytest.raises(Stopped):
-        run(model, tmp_path / "p", progress=stop_at("layer 2 of 4"))
+        run(model, tmp_path / "p", progress=stop_at("layer 1 (2 of 4)"))
     return model, tmp_path / "p"
 
 
@@ -166,6 +166,10 @@ CHANGED = {
     "sequence_length": ({"sequence_length": 30}, "the setting sequence_length was 32 and is 30"),
     "batch_tokens": ({"batch_tokens": 65}, "the setting batch_tokens was 64 and is 65"),
     "probe_tokens": ({"probe_tokens": 41}, "the setting probe_tokens was 40 and is 41"),
+    "documents": (
+        {"documents": "truncate"},
+        "the setting documents was '?split'? and is '?truncate'?",
+    ),
     "sensitivity": ({"sensitivity": False}, "the setting sensitivity was True and is False"),
     "low": ({"low_formats": ()}, r"the setting low_formats was \['2-bit g64'\] and is \[\]"),
 }

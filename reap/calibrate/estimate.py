@@ -57,7 +57,7 @@ def estimate(
     check_length(settings.sequence_length, source.tokens_per_call)
     tokenizer = load_tokenizer(source.checkpoint.path, trust_remote_code=trust_remote_code)
     spec = source.spec()
-    read = read_texts(
+    used = read_texts(
         texts,
         tokenizer,
         sequence_length=settings.sequence_length,
@@ -65,7 +65,7 @@ def estimate(
         documents=settings.documents,
     )
     parts = sequences(
-        read,
+        used,
         tokenizer,
         sequence_length=settings.sequence_length,
         tokens=settings.tokens,
@@ -77,7 +77,7 @@ def estimate(
     longest = max(parts, key=lambda part: len(part.tokens))
     few = replace(longest, tokens=longest.tokens[:_TOKENS])
     made = batches([few], tokens_per_batch=_TOKENS)
-    run = _Run(source, spec, made, made if probes else [], read, settings, formats, silent)
+    run = _Run(source, spec, made, made if probes else [], used, settings, formats, silent)
     size = len(few.tokens)
     index = source.moe_layers[0]
 
