@@ -144,6 +144,7 @@ def run(directory: Path, *, tokens: int, calibration_tokens: int | None) -> list
             plan=place / "plan.json",
             evaluation=files[0],
             rivals=files[1:],
+            rival_plans=sorted(place.glob("plan-*.json")),
             force=True,
         )
     return candidates
