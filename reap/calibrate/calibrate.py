@@ -38,8 +38,7 @@ from reap.models.text import (
     check_length,
     corpora,
     load_tokenizer,
-    read_texts,
-    sequences,
+    read_sequences,
 )
 from reap.progress import Progress, silent
 
@@ -87,15 +86,8 @@ def calibrate(
     check_length(settings.sequence_length, source.tokens_per_call)
     tokenizer = load_tokenizer(source.checkpoint.path, trust_remote_code=trust_remote_code)
     spec = source.spec()
-    read = read_texts(
+    read, parts = read_sequences(
         texts,
-        tokenizer,
-        sequence_length=settings.sequence_length,
-        tokens=settings.tokens,
-        documents=settings.documents,
-    )
-    parts = sequences(
-        read,
         tokenizer,
         sequence_length=settings.sequence_length,
         tokens=settings.tokens,

@@ -19,8 +19,7 @@ from reap.models.text import (
     batches,
     check_length,
     load_tokenizer,
-    read_texts,
-    sequences,
+    read_sequences,
 )
 from reap.progress import silent
 
@@ -57,15 +56,8 @@ def estimate(
     check_length(settings.sequence_length, source.tokens_per_call)
     tokenizer = load_tokenizer(source.checkpoint.path, trust_remote_code=trust_remote_code)
     spec = source.spec()
-    used = read_texts(
+    used, parts = read_sequences(
         texts,
-        tokenizer,
-        sequence_length=settings.sequence_length,
-        tokens=settings.tokens,
-        documents=settings.documents,
-    )
-    parts = sequences(
-        used,
         tokenizer,
         sequence_length=settings.sequence_length,
         tokens=settings.tokens,

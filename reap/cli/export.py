@@ -11,6 +11,7 @@ import typer
 from reap.cli.options import Force, Json, Run, Trust
 
 if TYPE_CHECKING:
+    from reap.artifacts import Plan
     from reap.cli.rundir import RunDirectory
 
 
@@ -43,9 +44,9 @@ def export(
 
     directory = RunDirectory.find(run, plan)
     plan_file = plan or directory.plan
-    layout = Plan.load(plan_file).layout
+    made = Plan.load(plan_file)
     if plan is None:
-        _check_fresh(directory)
+        _check_fresh(directory, made)
     directory.require_out(out, plan, directory.plan)
     target = out or directory.checkpoint
     result = stages.export(
@@ -53,7 +54,7 @@ def export(
     )
     if json:
         print_json({"checkpoint": str(target), "bytes": result.nbytes, "tensors": result.tensors})
-    flag = "" if layout == "stock" else " --trust-remote-code"
+    flag = "" if made.layout == "stock" else " --trust-remote-code"
     say(
         f"{format_size(result.loaded_bytes)} of weights in {result.tensors:,} tensors, "
         "loaded again and checked."
@@ -62,13 +63,12 @@ def export(
     say(f"Wrote {target}")
 
 
-def _check_fresh(directory: RunDirectory) -> None:
+def _check_fresh(directory: RunDirectory, plan: Plan) -> None:
     """A run that was calibrated again must be planned again."""
-    from reap.artifacts import Plan
     from reap.artifacts.files import sha256
     from reap.errors import ReapError
 
-    made_from = Plan.load(directory.plan).provenance.inputs.get("saliency")
+    made_from = plan.provenance.inputs.get("saliency")
     if directory.saliency.exists() and made_from not in (None, sha256(directory.saliency)):
         raise ReapError(
             f"{directory.plan} was not made from {directory.saliency}.",

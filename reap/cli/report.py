@@ -60,7 +60,6 @@ def report(
     check_output(target, force)
     if evaluation is None and directory.evaluation.exists():
         evaluation = directory.evaluation
-        _check_belongs(evaluation, plan_file)
     write_report(
         target,
         saliency=saliency or directory.saliency,
@@ -72,18 +71,3 @@ def report(
     if json:
         print_json({"report": str(target)})
     say(f"Wrote {target}")
-
-
-def _check_belongs(evaluation: Path, plan: Path) -> None:
-    """An evaluation that was not asked for must not be taken for one of this plan."""
-    from reap.artifacts import Evaluation, Plan
-    from reap.artifacts.files import sha256
-    from reap.errors import ArtifactError
-
-    Plan.load(plan)
-    measured = Evaluation.load(evaluation).provenance.inputs.get("plan")
-    if measured is not None and measured != sha256(plan):
-        raise ArtifactError(
-            f"{evaluation} is of a checkpoint with another plan than {plan}.",
-            "export and evaluate this plan with --force, or name the file with --evaluation",
-        )

@@ -47,11 +47,6 @@ class RunDirectory:
     def _settings(self) -> Path:
         return self.path / "run.json"
 
-    @property
-    def started(self) -> bool:
-        """Whether this is a run and not just a directory."""
-        return self._settings.exists()
-
     def start(self, model: str) -> None:
         """Remember where the model is, as an absolute path if it is a local directory."""
         local = _expanded(model)

@@ -28,8 +28,7 @@ from reap.models.text import (
     check_length,
     corpora,
     load_tokenizer,
-    read_texts,
-    sequences,
+    read_sequences,
 )
 from reap.progress import Progress, silent
 
@@ -95,15 +94,8 @@ def evaluate_all(
     tokens_per_call = min(model.tokens_per_call for model in models)
     check_length(settings.sequence_length, tokens_per_call)
     tokenizer = load_tokenizer(first.checkpoint.path, trust_remote_code=trust_remote_code)
-    read = read_texts(
+    read, parts = read_sequences(
         texts,
-        tokenizer,
-        sequence_length=settings.sequence_length,
-        tokens=settings.tokens,
-        documents=settings.documents,
-    )
-    parts = sequences(
-        read,
         tokenizer,
         sequence_length=settings.sequence_length,
         tokens=settings.tokens,

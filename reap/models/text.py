@@ -218,6 +218,30 @@ def read_texts(
     ]
 
 
+def read_sequences(
+    texts: Sequence[Text],
+    tokenizer: Any,
+    *,
+    sequence_length: int,
+    tokens: int | None,
+    documents: Cut,
+    vocab_size: int,
+) -> tuple[list[TextSet], list[TokenSequence]]:
+    """What `read_texts` reads, and the `sequences` of it."""
+    read = read_texts(
+        texts, tokenizer, sequence_length=sequence_length, tokens=tokens, documents=documents
+    )
+    parts = sequences(
+        read,
+        tokenizer,
+        sequence_length=sequence_length,
+        tokens=tokens,
+        documents=documents,
+        vocab_size=vocab_size,
+    )
+    return read, parts
+
+
 def _read(
     text: RowSet, tokenizer: Any, sequence_length: int, share: int | None, documents: Cut
 ) -> TextSet:
