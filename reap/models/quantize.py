@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from reap.artifacts import Format
 from reap.errors import ReapError
+
+Quantizer = Callable[[mx.array, Format], dict[str, mx.array]]
+"""From a weight [..., rows, columns] to MLX's arrays; see `quantized` and `lowbit.quantizer`."""
 
 # Dequantized matrices held at once: 32 of K3's experts are 0.7 GB in bfloat16.
 _EXPERTS_AT_ONCE = 32
