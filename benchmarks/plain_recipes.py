@@ -97,10 +97,12 @@ def plans(saliency: Saliency, share: float, digest: str) -> dict[str, Plan]:
     return made
 
 
-def measure(plan: Plan, label: str, plan_file: Path, checkpoint: Path, tokens: int) -> Evaluation:
+def measure(
+    plan: Plan, label: str, plan_file: Path, saliency: Path, checkpoint: Path, tokens: int
+) -> Evaluation:
     """Export, load again, evaluate."""
     source = open_source(str(embedded_model()))
-    export(source, plan, checkpoint, plan_file=plan_file)
+    export(source, plan, checkpoint, plan_file=plan_file, saliency=saliency)
     return evaluate(
         open_source(str(checkpoint)),
         load_texts((), split="evaluation"),
@@ -129,7 +131,9 @@ def run(directory: Path, *, tokens: int, calibration_tokens: int | None) -> list
             plan_file = place / ("plan.json" if not number else f"plan-{number}.json")
             plan.save(plan_file, force=True)
             with tempfile.TemporaryDirectory() as scratch:
-                found = measure(plan, label, plan_file, Path(scratch) / "checkpoint", tokens)
+                found = measure(
+                    plan, label, plan_file, file, Path(scratch) / "checkpoint", tokens
+                )
             found.save(place / f"evaluation-{number}.json", force=True)
             candidates.append(Candidate(share, label, plan, found))
         evaluations = sorted(place.glob("evaluation-*.json"))

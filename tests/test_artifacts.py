@@ -24,6 +24,7 @@ from reap.artifacts import (
     Projection,
     Provenance,
     Saliency,
+    SecondMoments,
     Waterfall,
 )
 from reap.artifacts.files import written_whole
@@ -418,3 +419,58 @@ def test_parse_format(text: str, expected: Format) -> None:
 def test_parse_format_refuses(text: str) -> None:
     with pytest.raises(ValueError):
         Format.parse(text)
+
+
+def make_moments(seed: int = 0) -> SecondMoments:
+    rng = np.random.default_rng(seed)
+    return SecondMoments({"up_proj": rng.random((2, 256))}, {"up_proj": np.array([40, 80])})
+
+
+def test_second_moments_survive_the_file_and_give_means(tmp_path: Path) -> None:
+    file = tmp_path / "saliency.safetensors"
+    moments = make_moments()
+    replace(make_saliency(), moments=moments).save(file)
+    loaded = Saliency.load(file).moments
+    assert loaded is not None
+    assert np.array_equal(loaded.sums["up_proj"], moments.sums["up_proj"])
+    assert np.array_equal(loaded.rows["up_proj"], [40, 80])
+    assert np.array_equal(loaded.mean("up_proj", 1), moments.sums["up_proj"][1] / 80)
+
+
+def test_second_moments_add_up_or_come_from_the_run_that_has_them() -> None:
+    without, one = make_saliency(), replace(make_saliency(), moments=make_moments())
+    other = replace(make_saliency(), moments=make_moments(1))
+    both = one.merged(other, provenance=PROVENANCE).moments
+    assert both is not None
+    assert np.array_equal(both.rows["up_proj"], [80, 160])
+    expected = make_moments().sums["up_proj"] + make_moments(1).sums["up_proj"]
+    assert np.array_equal(both.sums["up_proj"], expected)
+    for merged in (
+        one.merged(without, provenance=PROVENANCE),
+        without.merged(one, provenance=PROVENANCE),
+    ):
+        assert merged.moments is one.moments
+    assert without.merged(without, provenance=PROVENANCE).moments is None
+
+
+def test_how_low_bits_were_rounded_survives_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "saliency.safetensors"
+    saliency = make_saliency()
+    assert saliency.measurement is not None
+    measured = replace(saliency.measurement, low_rounding="weighted")
+    replace(saliency, measurement=measured).save(file)
+    loaded = Saliency.load(file).measurement
+    assert loaded is not None and loaded.low_rounding == "weighted"
+
+
+def test_a_plan_keeps_its_rounding_and_older_plans_are_plain(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    replace(make_plan(), low_rounding="search").save(file)
+    assert Plan.load(file).low_rounding == "search"
+    data = json.loads(file.read_text())
+    del data["low_rounding"]
+    file.write_text(json.dumps(data))
+    assert Plan.load(file).low_rounding == "plain"
+    file.write_text(json.dumps(data | {"low_rounding": "up"}))
+    with pytest.raises(ArtifactError, match="low_rounding is 'up'"):
+        Plan.load(file)

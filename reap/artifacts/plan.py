@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from reap.artifacts.files import read_json, write_json
 from reap.artifacts.provenance import Provenance
@@ -15,6 +15,8 @@ FORMAT = "reap.plan"
 VERSION = 1
 
 Layout = Literal["stock", "per-layer", "two-bank"]
+
+Rounding = Literal["plain", "search", "weighted"]
 
 Bank = dict[str, Format]
 """Format of each projection of the experts in a bank, e.g. {"gate_proj": mxfp4, …}."""
@@ -71,7 +73,9 @@ class Plan:
 
     `damage` is the predicted damage of this plan, `lower_bound` no plan under the same
     constraints can be below it, `alternatives` the predicted damage of plain recipes at no more
-    bytes. `settings` records the options the plan was made with.
+    bytes. `settings` records the options the plan was made with. `low_rounding` is how experts get
+    into the low bank's affine formats: "plain" by min and max, "search" by least error, "weighted"
+    by least error with the second moments in the saliency file the plan was made from.
     """
 
     provenance: Provenance
@@ -89,6 +93,7 @@ class Plan:
     lower_bound: float
     alternatives: dict[str, float] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    low_rounding: Rounding = "plain"
 
     @property
     def expert_counts(self) -> list[int]:
@@ -135,6 +140,7 @@ class Plan:
             "settings": self.settings,
             "high": bank(self.high),
             "low": bank(self.low),
+            "low_rounding": self.low_rounding,
             "expert_counts": self.expert_counts,
             "expert_bank_split": self.expert_bank_split,
             "layers": [
@@ -186,9 +192,15 @@ class Plan:
             lower_bound=data["lower_bound"],
             alternatives=data["alternatives"],
             settings=data["settings"],
+            low_rounding=data.get("low_rounding", "plain"),
         )
 
     def _check(self, path: Path, data: dict[str, Any]) -> None:
+        if self.low_rounding not in get_args(Rounding):
+            raise ArtifactError(
+                f"{path}: low_rounding is {self.low_rounding!r}.",
+                f"one of {', '.join(get_args(Rounding))}",
+            )
         for layer in self.layers:
             where = f"{path}: layer {layer.layer}"
             if len(set(layer.kept)) != len(layer.kept):

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from reap import __version__
 from reap.artifacts import Format, Measurement, ModelSpec, Provenance, Saliency
+from reap.artifacts.plan import Rounding
 from reap.calibrate.measure import (
     BlockInput,
     LayerMeasurement,
@@ -19,10 +21,12 @@ from reap.calibrate.measure import (
     measure_layer,
     restricted_router,
 )
+from reap.calibrate.moments import LayerMoments, stacked
 from reap.calibrate.observe import SUMS, LayerSums, first_array
 from reap.models.divergence import kl_divergence, log_probabilities
 from reap.models.hooks import hooked
-from reap.models.quantize import requantized_experts
+from reap.models.lowbit import quantizer
+from reap.models.quantize import Quantizer, requantized_experts
 from reap.models.source import SourceModel
 from reap.models.stream import LayerStream
 from reap.models.tap import ExpertTap
@@ -45,7 +49,8 @@ _MAX_ROUTED_ROWS = 32_768
 class CalibrationSettings:
     """`tokens`: limit over all domains; `probe_tokens`: how many of them the drop curve, the
     low-bit errors and the layers' sensitivity are measured on (0: not at all); `low_formats`: the
-    formats to measure; `sensitivity`: whether to measure KL with one layer changed at a time."""
+    formats to measure, `low_rounding` how experts get into them, as in a plan; `sensitivity`:
+    whether to measure KL with one layer changed at a time."""
 
     tokens: int | None = None
     sequence_length: int = 512
@@ -53,6 +58,7 @@ class CalibrationSettings:
     probe_tokens: int = 2048
     sensitivity: bool = True
     low_formats: tuple[Format, ...] = (Format(2, 128, "affine"), Format(3, 128, "affine"))
+    low_rounding: Rounding = "weighted"
 
 
 def calibrate(
@@ -105,6 +111,7 @@ def calibrate(
         residual_energy=np.stack([s.residual_energy for s in sums], axis=2),
         output_energy=np.stack([s.output_energy for s in sums], axis=2),
         measurement=run.measurement(),
+        moments=stacked(run.moments),
         **{name: np.stack([s.sums[name] for s in sums], axis=2) for name in SUMS},
     )
     saliency.check()
@@ -160,6 +167,8 @@ class _Run:
         self.progress = progress
         self.grid = kept_grid(spec.num_experts, spec.min_experts, spec.n_group)
         self.kl_kept = int(self.grid[np.argmin(abs(self.grid - spec.num_experts / 2))])
+        self.low_rounding = settings.low_rounding
+        self.moments: list[LayerMoments] = []
         self.sensitivity = settings.sensitivity and bool(probes)
         self.measured: list[LayerMeasurement] = []
         self.kl: dict[tuple[int, str], float] = {}
@@ -194,6 +203,7 @@ class _Run:
                     done += int(batch.lengths.sum())
                 if layer is not None:
                     sums.append(layer.sums)
+                    self.moments.append(layer.moments)
                     passed = (index + 1) * work // count
                     self.progress(f"measuring layer {index + 1} of {count}", passed, work)
                     layer.measure(stream, forked)
@@ -226,6 +236,7 @@ class _Run:
         layers = self.source.moe_layers if self.sensitivity else []
         return Measurement(
             formats=self.formats,
+            low_rounding=self.low_rounding,
             tokens=np.array([m.tokens for m in measured], np.int64),
             kept=self.grid,
             order=np.stack([m.order for m in measured]),
@@ -246,7 +257,9 @@ class _Layer:
         self.run = run
         self.index = index
         self.sums = LayerSums(index, run.domains, run.source.num_experts)
+        self.moments = LayerMoments(index, run.source.experts(index))
         self.inputs: list[BlockInput] = []
+        self._low_banks: dict[Format, nn.Module] = {}
 
     def observe(self, stream: LayerStream, position: int) -> None:
         """Take one batch through this layer and add up what it does."""
@@ -262,6 +275,7 @@ class _Layer:
 
         tap = ExpertTap(experts_used)
         with (
+            self.moments.observed(batch.mask),
             hooked(source.experts(self.index), tap),
             hooked(source.block(self.index), block_call),
         ):
@@ -279,6 +293,17 @@ class _Layer:
         with hooked(self.run.source.block(self.index), block_call):
             stream.step(position)
 
+    def low_bank(self, format: Format) -> nn.Module:
+        """This layer's experts stored in `format`, when all batches have been observed."""
+
+        def chosen(projection: str) -> Quantizer:
+            return quantizer(self.run.low_rounding, self.moments.mean(projection))
+
+        if format not in self._low_banks:
+            experts = self.run.source.experts(self.index)
+            self._low_banks[format] = requantized_experts(experts, format, chosen)
+        return self._low_banks[format]
+
     def measure(self, stream: LayerStream, forked: frozenset[int]) -> None:
         """Measure this layer on the probes, and start its two variants."""
         run = self.run
@@ -291,6 +316,7 @@ class _Layer:
             energy=self.sums.sums["gate2_norm2"].sum(axis=(0, 1)),
             grid=run.grid,
             formats=run.formats,
+            low_bank=self.low_bank,
         )
         run.measured.append(measured)
         if not forked:
@@ -298,7 +324,7 @@ class _Layer:
         n_group, _ = run.source.groups()
         kept = keep_best(measured.order, run.kl_kept, n_group)
         experts = run.source.experts(self.index)
-        low = requantized_experts(experts, run.formats[0])
+        low = self.low_bank(run.formats[0])
         for position in sorted(forked):
             fewer = restricted_router(run.source, self.index, kept)
             stream.fork(position, (self.index, "drop"), fewer)

@@ -21,6 +21,9 @@ def export(
     plan: Annotated[
         Path | None, typer.Option(help="Plan file; default: the run's.", show_default=False)
     ] = None,
+    saliency: Annotated[
+        Path | None, typer.Option(help="Saliency file; default: the run's.", show_default=False)
+    ] = None,
     run: Run = None,
     trust_remote_code: Trust = False,
     force: Force = False,
@@ -45,7 +48,15 @@ def export(
         trust_remote_code=trust_remote_code,
     )
     with progress_bar("layers") as progress:
-        result = write(source, made, target, plan_file=plan_file, force=force, progress=progress)
+        result = write(
+            source,
+            made,
+            target,
+            plan_file=plan_file,
+            saliency=saliency or (directory.saliency if directory else None),
+            force=force,
+            progress=progress,
+        )
     if json:
         print_json({"checkpoint": str(target), "bytes": result.nbytes, "tensors": result.tensors})
     flag = "" if made.layout == "stock" else " --trust-remote-code"

@@ -48,6 +48,13 @@ def plan(
     low: Annotated[
         str | None, typer.Option(help="Low bank: 2bit, 3bit, 3bit-g64, …", show_default="2bit")
     ] = None,
+    low_rounding: Annotated[
+        str | None,
+        typer.Option(
+            help="How experts get into the low bank: plain, search or weighted.",
+            show_default="as measured",
+        ),
+    ] = None,
     min_experts: Annotated[
         int | None,
         typer.Option(min=1, help="Fewest experts in a layer.", show_default="4 × top_k"),
@@ -96,6 +103,7 @@ def plan(
         "trunk": trunk,
         "high": high,
         "low": low,
+        "low_rounding": low_rounding,
         "min_experts": min_experts,
         "min_bank": min_bank,
         "criterion": criterion,

@@ -173,6 +173,7 @@ class Pipeline:
                 self._loaded_plan(),
                 self.directory.checkpoint,
                 plan_file=self.directory.plan,
+                saliency=self.directory.saliency,
                 force=self.force,
                 progress=progress,
             )

@@ -15,16 +15,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import mlx.core as mx
 import numpy as np
 
 from reap.artifacts import Format
+from reap.artifacts.plan import Rounding
 from reap.errors import ReapError
 from reap.models.quantize import Quantizer, quantized
 
-Rounding = Literal["plain", "search", "weighted"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
 # Elements in float32 at once: 64 MB in all on the CPU, cut so that each thread stays in its cache.
@@ -87,7 +87,7 @@ def search_affine(
     rows = weight.reshape(-1, columns)
     on_gpu = mx.default_device() == mx.Device(mx.gpu)
     parts = list((_on_gpu if on_gpu else _on_cpu)(rows, h, group, search))
-    found = {name: mx.concatenate(arrays) for name, arrays in zip(_NAMES, zip(*parts))}
+    found = {name: mx.concatenate([p[i] for p in parts]) for i, name in enumerate(_NAMES)}
     dtypes = {"weight": mx.uint32, "scales": weight.dtype, "biases": weight.dtype}
     return {
         name: array.astype(dtypes[name]).reshape(*weight.shape[:-1], -1)

@@ -45,7 +45,10 @@ def quantized(weight: mx.array, format: Format) -> dict[str, mx.array]:
 
 
 def requantized(
-    arrays: dict[str, mx.array], source: Format, target: Format
+    arrays: dict[str, mx.array],
+    source: Format,
+    target: Format,
+    quantize: Quantizer = quantized,
 ) -> dict[str, mx.array]:
     """Stacked experts `[experts, …]` from one format to another; as they are if they agree.
 
@@ -59,7 +62,7 @@ def requantized(
     chunks: list[dict[str, mx.array]] = []
     for start in range(0, arrays["weight"].shape[0], _EXPERTS_AT_ONCE):
         part = {name: a[start : start + _EXPERTS_AT_ONCE] for name, a in arrays.items()}
-        chunk = quantized(dequantized(part, source), target)
+        chunk = quantize(dequantized(part, source), target)
         if "bias" in arrays:
             chunk["bias"] = part["bias"]
         mx.eval(chunk)
@@ -67,16 +70,22 @@ def requantized(
     return {name: mx.concatenate([c[name] for c in chunks]) for name in chunks[0]}
 
 
-def requantized_experts(experts: nn.Module, target: Format) -> nn.Module:
-    """A copy of a resident SwitchGLU or SwitchMLP whose projections are stored in `target`."""
+def requantized_experts(
+    experts: nn.Module, target: Format, quantizer: Callable[[str], Quantizer] = lambda _: quantized
+) -> nn.Module:
+    """A copy of a resident SwitchGLU or SwitchMLP whose projections are stored in `target`.
+
+    `quantizer` gives the way to quantize a projection, by its name.
+    """
     copy = type(experts).__new__(type(experts))
     nn.Module.__init__(copy)
     for name, part in experts.items():
-        copy[name] = _requantized_linear(part, target) if "weight" in part else part
+        linear = "weight" in part
+        copy[name] = _requantized_linear(part, target, quantizer(name)) if linear else part
     return copy.eval()
 
 
-def _requantized_linear(part: nn.Module, target: Format) -> nn.Module:
+def _requantized_linear(part: nn.Module, target: Format, quantize: Quantizer) -> nn.Module:
     source = Format(8 * part["weight"].dtype.size, 1, "dense")
     if "scales" in part:
         source = Format(part.bits, part.group_size, part.mode)
@@ -85,6 +94,6 @@ def _requantized_linear(part: nn.Module, target: Format) -> nn.Module:
     nn.Module.__init__(copy)
     copy.group_size, copy.bits, copy.mode = target.group_size, target.bits, target.mode
     copy.biases = copy.global_scale = None
-    for name, array in requantized(arrays, source, target).items():
+    for name, array in requantized(arrays, source, target, quantize).items():
         copy[name] = array
     return copy

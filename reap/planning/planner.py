@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from reap.artifacts.plan import LayerPlan, Layout, Plan, Waterfall
+from reap.artifacts.plan import LayerPlan, Layout, Plan, Rounding, Waterfall
 from reap.artifacts.provenance import Provenance
 from reap.artifacts.saliency import CRITERIA, Saliency
 from reap.artifacts.spec import ModelSpec
@@ -302,6 +302,7 @@ def _plan(
     spec, settings, precision = task.spec, task.settings, task.precision
     kept, high = solution.kept, solution.high
     budget = settings.budget
+    rounding, assumed = _low_rounding(task)
     return Plan(
         provenance=provenance,
         model_type=spec.model_type,
@@ -331,9 +332,28 @@ def _plan(
         lower_bound=solution.lower_bound,
         alternatives=dict(sorted(alternatives.items())),
         settings=asdict(settings)
-        | {"assumed": list(task.model.assumed), "damage_unit": task.model.unit}
+        | {"assumed": [*task.model.assumed, *assumed], "damage_unit": task.model.unit}
         | notes,
+        low_rounding=rounding,
     )
+
+
+def _low_rounding(task: _Task) -> tuple[Rounding, list[str]]:
+    """The plan's rounding of the low bank, and what is assumed if another one was measured."""
+    measured, moments = task.saliency.measurement, task.saliency.moments
+    if measured is not None:
+        usual = measured.low_rounding
+    else:
+        usual = "search" if moments is None else "weighted"
+    chosen = task.settings.low_rounding or usual
+    if chosen == "weighted" and moments is None:
+        raise ReapError(
+            "weighted rounding needs second moments, which the saliency file does not have.",
+            "calibrate again, or plan with low_rounding search",
+        )
+    other = measured is not None and chosen != usual and bool(task.precision.low)
+    note = [f"low-bit errors of {usual} rounding, not {chosen}"] if other else []
+    return cast(Rounding, chosen), note
 
 
 def _bank_order(task: _Task, layer: int, count: int) -> tuple[int, ...]:

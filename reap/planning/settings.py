@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from reap.artifacts.plan import Layout
+from reap.artifacts.plan import Layout, Rounding
 from reap.artifacts.saliency import CRITERIA
 from reap.artifacts.spec import Format
 from reap.errors import ReapError
@@ -22,7 +22,8 @@ class PlanSettings:
     the two banks: "source", or what Format.parse reads; `low` is affine at 2 to 4 bits. A format
     without a group size takes the largest group that fits every matrix. `min_experts` is the least
     number of experts in a layer (default 4 × top_k), `min_bank` of those in a bank that is not
-    empty. `criterion` ranks the experts of a layer.
+    empty. `criterion` ranks the experts of a layer. `low_rounding` is the plan's; None: as
+    the low bits' errors were measured.
     """
 
     budget: int | None = None
@@ -36,6 +37,7 @@ class PlanSettings:
     min_experts: int | None = None
     min_bank: int = 1
     criterion: str = "energy"
+    low_rounding: str | None = None
 
     def __post_init__(self) -> None:
         if (self.budget is None) == (self.size is None):
@@ -49,6 +51,8 @@ class PlanSettings:
         _one_of("layout", self.layout, ("auto", *get_args(Layout)))
         _one_of("trunk", self.trunk, TRUNKS)
         _one_of("criterion", self.criterion, tuple(CRITERIA))
+        if self.low_rounding is not None:
+            _one_of("low_rounding", self.low_rounding, get_args(Rounding))
         if self.high != "source":
             _parse("high", self.high)
         low = _parse("low", self.low)
