@@ -9,6 +9,7 @@ import pytest
 from reap.artifacts import Format
 from reap.errors import ReapError
 from reap.models import lowbit
+from reap.models.arrays import Mlx, NumPy, packed
 from reap.models.lowbit import quantizer, search_affine
 from reap.models.quantize import quantized
 
@@ -64,13 +65,11 @@ def test_arrays_are_laid_out_as_mlx_lays_them_out(format):
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.label)
 def test_packing_is_bit_for_bit_that_of_mlx(format):
     plain = quantized(weights(5, 256), format)
-    packed = lowbit._packed(lowbit._NumPy, codes(plain, format).astype(np.float32), format.bits)
-    assert packed.dtype == np.uint32
-    assert np.array_equal(packed, np.array(plain["weight"]))
-    on_mlx = lowbit._packed(
-        lowbit._Mlx, mx.array(codes(plain, format), dtype=mx.float32), format.bits
-    )
-    assert np.array_equal(np.array(on_mlx), packed)
+    words = packed(NumPy, codes(plain, format).astype(np.float32), format.bits)
+    assert words.dtype == np.uint32
+    assert np.array_equal(words, np.array(plain["weight"]))
+    on_mlx = packed(Mlx, mx.array(codes(plain, format), dtype=mx.float32), format.bits)
+    assert np.array_equal(np.array(on_mlx), words)
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32], ids=str)

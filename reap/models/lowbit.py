@@ -6,8 +6,7 @@ each is followed by the least-squares fit of s and b to its codes, and the best 
 last codes are chosen for s and b as they are stored, in 16 bits. What min and max give is one of
 the candidates, so no group is worse than with `mx.quantize`.
 
-The arrays are laid out as `mx.quantize` lays them out; nothing else has to know. NumPy does the
-work where MLX would use the CPU, on both counts several times faster than MLX there.
+The arrays are laid out as `mx.quantize` lays them out; nothing else has to know.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import numpy as np
 from reap.artifacts import Format
 from reap.artifacts.plan import Rounding
 from reap.errors import ReapError
+from reap.models.arrays import Mlx, NumPy, operations, packed
 from reap.models.quantize import Quantizer, quantized
 
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
@@ -85,8 +85,7 @@ def search_affine(
     h = None if h is None else h.reshape(-1, group)
     search = _Search(format.bits, steps, refits, str(weight.dtype).removeprefix("mlx.core."))
     rows = weight.reshape(-1, columns)
-    on_gpu = mx.default_device() == mx.Device(mx.gpu)
-    parts = list((_on_gpu if on_gpu else _on_cpu)(rows, h, group, search))
+    parts = list((_on_gpu if operations() is Mlx else _on_cpu)(rows, h, group, search))
     found = {name: mx.concatenate([p[i] for p in parts]) for i, name in enumerate(_NAMES)}
     dtypes = {"weight": mx.uint32, "scales": weight.dtype, "biases": weight.dtype}
     return {
@@ -133,79 +132,22 @@ def _on_cpu(rows: mx.array, h: np.ndarray | None, group: int, search: _Search) -
             w = np.array(rows[start : start + block].astype(mx.float32))
             w = w.reshape(len(w), -1, group)
             found = pool.map(
-                lambda first, w=w: _searched(_NumPy, w[first : first + chunk], h, search),
+                lambda first, w=w: _searched(NumPy, w[first : first + chunk], h, search),
                 range(0, len(w), chunk),
             )
-            packed, scales, biases = (np.concatenate(arrays) for arrays in zip(*found))
-            yield mx.array(packed), mx.array(scales), mx.array(biases)
+            words, scales, biases = (np.concatenate(arrays) for arrays in zip(*found))
+            yield mx.array(words), mx.array(scales), mx.array(biases)
 
 
 def _on_gpu(rows: mx.array, h: np.ndarray | None, group: int, search: _Search) -> Iterator[Part]:
     chunk = max(1, _GPU_CHUNK // rows.shape[1])
     weights = None if h is None else mx.array(h)
-    searched = mx.compile(lambda w: _searched(_Mlx, w, weights, search))
+    searched = mx.compile(lambda w: _searched(Mlx, w, weights, search))
     for start in range(0, rows.shape[0], chunk):
         w = rows[start : start + chunk].astype(mx.float32)
         part = searched(w.reshape(w.shape[0], -1, group))
         mx.eval(part)
         yield part
-
-
-class _NumPy:
-    """The operations of the search that NumPy and MLX spell differently."""
-
-    xp = np
-    contiguous = staticmethod(np.ascontiguousarray)
-
-    @staticmethod
-    def codes(w: np.ndarray, factor: np.ndarray, shift: np.ndarray, top: int) -> np.ndarray:
-        q = w * factor[..., None]
-        q += shift[..., None]
-        np.rint(q, out=q)
-        return np.clip(q, 0, top, out=q)
-
-    @staticmethod
-    def dot(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return np.vecdot(a, b)
-
-    @staticmethod
-    def total(a: np.ndarray) -> np.ndarray:
-        return a.reshape(-1, a.shape[-1]).dot(np.ones(a.shape[-1], a.dtype)).reshape(a.shape[:-1])
-
-    @staticmethod
-    def stored(x: np.ndarray, dtype: str) -> np.ndarray:
-        """Float32 values rounded to what the checkpoint stores."""
-        if dtype == "float16":
-            return x.astype(np.float16).astype(np.float32)
-        if dtype != "bfloat16":
-            return x
-        bits = np.ascontiguousarray(x).view(np.uint32)
-        even = (bits >> np.uint32(16)) & np.uint32(1)
-        rounded = (bits + (np.uint32(0x7FFF) + even)) & np.uint32(0xFFFF0000)
-        return rounded.view(np.float32)
-
-
-class _Mlx:
-    """See `_NumPy`."""
-
-    xp = mx
-    contiguous = staticmethod(mx.contiguous)
-
-    @staticmethod
-    def codes(w: mx.array, factor: mx.array, shift: mx.array, top: int) -> mx.array:
-        return mx.clip(mx.round(w * factor[..., None] + shift[..., None]), 0, top)
-
-    @staticmethod
-    def dot(a: mx.array, b: mx.array) -> mx.array:
-        return (a * b).sum(axis=-1)
-
-    @staticmethod
-    def total(a: mx.array) -> mx.array:
-        return a.sum(axis=-1)
-
-    @staticmethod
-    def stored(x: mx.array, dtype: str) -> mx.array:
-        return x.astype(getattr(mx, dtype)).astype(mx.float32)
 
 
 def _searched(ops: Any, w: Any, h: Any, search: _Search) -> Any:
@@ -230,7 +172,7 @@ def _searched(ops: Any, w: Any, h: Any, search: _Search) -> Any:
     )
     codes = xp.where(better[..., None], codes, plain_codes)
     return (
-        _packed(ops, codes.reshape(codes.shape[0], -1), search.bits),
+        packed(ops, codes.reshape(codes.shape[0], -1), search.bits),
         xp.where(better, scale, plain_scale),
         xp.where(better, bias, plain_bias),
     )
@@ -314,17 +256,3 @@ class _Fit:
         """Σ h (w - s q - b)² itself."""
         rest = self.w - (q * scale[..., None] + bias[..., None])
         return self.ops.dot(rest if self.h is None else rest * self.h, rest)
-
-
-def _packed(ops: Any, codes: Any, bits: int) -> Any:
-    """Codes [rows, columns], float32 whole numbers, as MLX's words: one stream of bits per row,
-    the first value in the lowest bits; at 3, 5 and 6 bits values cross the words' borders."""
-    xp, rows = ops.xp, codes.shape[0]
-    if bits == 8:
-        return codes.astype(xp.uint8).view(xp.uint32)
-    # Sums of four codes are below 2^24, hence exact in float32.
-    powers = xp.array([2.0 ** (bits * i) for i in range(4)], dtype=xp.float32)
-    fours = (codes.reshape(-1, 4) @ powers).astype(xp.uint64).reshape(-1, 2)
-    eights = fours[:, 0] | (fours[:, 1] << xp.array(4 * bits, dtype=xp.uint64))
-    octets = ops.contiguous(eights).view(xp.uint8).reshape(-1, 8)[:, :bits]
-    return ops.contiguous(octets.reshape(rows, -1)).view(xp.uint32)
