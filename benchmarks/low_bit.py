@@ -48,7 +48,9 @@ def calibrated(tokens: int) -> Saliency:
     return calibrate(
         open_source(str(embedded_model())),
         load_texts((), split="calibration"),
-        CalibrationSettings(tokens=tokens, sequence_length=256, probe_tokens=0),
+        CalibrationSettings(
+            tokens=tokens, sequence_length=256, probe_tokens=0, low_rounding="feedback"
+        ),
         command="benchmarks/low_bit.py",
     )
 
@@ -104,7 +106,11 @@ def _layer_errors(
     sums = [sum(energy(y, weights, mask) for _, _, weights, y, mask in calls)]
     for format, rounding in cases:
         low = requantized_experts(
-            experts, format, lambda name, r=rounding: quantizer(r, moments.mean(name, layer))
+            experts,
+            format,
+            lambda name, r=rounding: quantizer(
+                r, moments.mean(name, layer), lambda: moments.covariance(name, layer)
+            ),
         )
         sums.append(sum(energy(low(x, chosen) - y, w, mask) for x, chosen, w, y, mask in calls))
     return sums

@@ -437,6 +437,27 @@ def test_second_moments_survive_the_file_and_give_means(tmp_path: Path) -> None:
     assert np.array_equal(loaded.mean("up_proj", 1), moments.sums["up_proj"][1] / 80)
 
 
+def test_products_of_one_input_are_stored_once_and_added_up(tmp_path: Path) -> None:
+    product = np.random.default_rng(0).random((2, 4, 4)).astype(np.float32)
+    names = ("up_proj", "gate_proj")
+    moments = SecondMoments(
+        sums=dict.fromkeys(names, np.ones((2, 4))),
+        rows=dict.fromkeys(names, np.array([10, 20])),
+        products=dict.fromkeys(names, product),
+    )
+    file = tmp_path / "saliency.safetensors"
+    replace(make_saliency(), moments=moments).save(file)
+    assert sum(name.startswith("moments.products") for name in load_file(file)) == 1
+    loaded = Saliency.load(file).moments
+    assert loaded is not None
+    assert loaded.products["gate_proj"] is loaded.products["up_proj"]
+    assert np.allclose(loaded.covariance("up_proj", 1), product[1] / 20)
+    both = loaded.merged(loaded)
+    assert both.products["gate_proj"] is both.products["up_proj"]
+    assert np.array_equal(both.products["up_proj"], product + product)
+    assert loaded.merged(replace(loaded, products={})).products == {}
+
+
 def test_second_moments_add_up_or_come_from_the_run_that_has_them() -> None:
     without, one = make_saliency(), replace(make_saliency(), moments=make_moments())
     other = replace(make_saliency(), moments=make_moments(1))

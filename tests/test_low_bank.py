@@ -24,26 +24,25 @@ TWO = Format(2, 128, "affine")
 
 
 @pytest.fixture(scope="module")
-def calibrated(tiny_k3, tmp_path_factory) -> tuple[Saliency, Saliency]:
-    """One run in which each projection's input is seen twice: by calibrate, and kept whole."""
+def calibrated(tiny_k3) -> dict[str, Saliency]:
+    """By rounding of the low bits."""
     settings = CalibrationSettings(
         tokens=600, sequence_length=64, probe_tokens=100, sensitivity=False, low_formats=(TWO,)
     )
-    weighted = calibrate(
-        open_source(str(tiny_k3)), load_texts(["code", "prose"], split="calibration"), settings
-    )
-    plain = calibrate(
-        open_source(str(tiny_k3)),
-        load_texts(["code", "prose"], split="calibration"),
-        replace(settings, low_rounding="plain"),
-    )
-    return weighted, plain
+    return {
+        rounding: calibrate(
+            open_source(str(tiny_k3)),
+            load_texts(["code", "prose"], split="calibration"),
+            replace(settings, low_rounding=rounding),
+        )
+        for rounding in ("plain", "weighted", "feedback")
+    }
 
 
 @pytest.fixture(scope="module")
 def saliency_file(calibrated, tmp_path_factory):
     file = tmp_path_factory.mktemp("low-bank") / "saliency.safetensors"
-    calibrated[0].save(file)
+    calibrated["weighted"].save(file)
     return file
 
 
@@ -57,7 +56,7 @@ def planned(saliency: Saliency, digest: str, **settings) -> Plan:
 
 
 def test_rows_are_the_routed_tokens_without_padding(calibrated):
-    saliency = calibrated[0]
+    saliency = calibrated["weighted"]
     routed = saliency.count.sum(axis=(0, 1, 3))
     assert saliency.moments.sums.keys() == {"gate_proj", "up_proj", "down_proj"}
     for projection in saliency.spec.moe_layers[0].projections:
@@ -76,7 +75,7 @@ def test_second_moments_equal_a_loop_over_pairs_in_float64(tiny_k3, tokens):
     indices = mx.array(rng.integers(0, 64, (2, tokens, 4)), dtype=mx.uint32)
     mask = np.ones((2, tokens), bool)
     mask[1, tokens // 2 :] = False
-    moments = LayerMoments(2, experts)
+    moments = LayerMoments(2, experts, products=True)
     with moments.observed(mask):
         observed = experts(x, indices)
     assert mx.array_equal(observed, experts(x, indices))
@@ -96,19 +95,27 @@ def test_second_moments_equal_a_loop_over_pairs_in_float64(tiny_k3, tokens):
             hidden += np.array(activated.astype(mx.float32), np.float64) ** 2
     assert moments.rows == dict.fromkeys(moments.rows, 4 * int(mask.sum()))
     assert np.allclose(moments.sums["gate_proj"], inputs, rtol=1e-5)
+    for name in ("gate_proj", "down_proj"):
+        diagonal = np.diag(moments.product(name))
+        assert np.allclose(diagonal, moments.sums[name], rtol=1e-5)
+    assert moments.product("gate_proj") is moments.product("up_proj")
+    given = np.array(x.astype(mx.float32), np.float64)[mask]
+    assert np.allclose(moments.product("gate_proj"), 4 * given.T @ given, atol=1e-3)
     # The layer's own activations are rounded to bfloat16.
     assert np.allclose(moments.sums["down_proj"], hidden, rtol=0.05)
 
 
 def test_calibration_measures_the_rounding_it_says(calibrated):
-    weighted, plain = (saliency.measurement for saliency in calibrated)
-    assert (weighted.low_rounding, plain.low_rounding) == ("weighted", "plain")
+    found = {rounding: saliency.measurement for rounding, saliency in calibrated.items()}
+    assert all(measured.low_rounding == rounding for rounding, measured in found.items())
+    plain, weighted, feedback = found["plain"], found["weighted"], found["feedback"]
     assert weighted.low_error.sum() < 0.7 * plain.low_error.sum()
+    assert feedback.low_error.sum() < 0.8 * weighted.low_error.sum()
     assert np.array_equal(weighted.drop_error, plain.drop_error)
 
 
 def test_a_plan_rounds_as_was_measured_unless_told_otherwise(calibrated):
-    weighted, plain = calibrated
+    weighted, plain = calibrated["weighted"], calibrated["plain"]
     assert planned(weighted, "").low_rounding == "weighted"
     assert planned(plain, "").low_rounding == "plain"
     other = planned(weighted, "", low_rounding="plain")
@@ -119,15 +126,20 @@ def test_a_plan_rounds_as_was_measured_unless_told_otherwise(calibrated):
     assert planned(bare, "").low_rounding == "search"
     with pytest.raises(ReapError, match="second moments"):
         planned(bare, "", low_rounding="weighted")
+    assert planned(calibrated["feedback"], "").low_rounding == "feedback"
+    with pytest.raises(ReapError, match="covariances"):
+        planned(weighted, "", low_rounding="feedback")
+    with pytest.raises(ReapError, match="low_rounding"):
+        CalibrationSettings(low_rounding="nearest")
     with pytest.raises(ReapError, match="low_rounding"):
         PlanSettings(size=1, low_rounding="nearest")
 
 
-@pytest.mark.parametrize("rounding", ["plain", "search", "weighted"])
-def test_export_stores_what_the_rounding_gives(
-    tiny_k3, calibrated, saliency_file, tmp_path, rounding
-):
-    saliency = calibrated[0]
+@pytest.mark.parametrize("rounding", ["plain", "search", "weighted", "feedback"])
+def test_export_stores_what_the_rounding_gives(tiny_k3, calibrated, tmp_path, rounding):
+    saliency = calibrated["feedback"]
+    saliency_file = tmp_path / "saliency.safetensors"
+    saliency.save(saliency_file)
     plan = planned(saliency, sha256(saliency_file), layout="two-bank", low_rounding=rounding)
     file = tmp_path / "plan.json"
     plan.save(file)
@@ -136,7 +148,7 @@ def test_export_stores_what_the_rounding_gives(
         Plan.load(file),
         tmp_path / "out",
         plan_file=file,
-        saliency=saliency_file if rounding == "weighted" else None,
+        saliency=saliency_file if rounding in ("weighted", "feedback") else None,
     )
     written = open_source(str(tmp_path / "out"))
     source = open_source(str(tiny_k3))
@@ -148,14 +160,19 @@ def test_export_stores_what_the_rounding_gives(
     for name in ("gate_proj", "down_proj"):
         head = f"{experts}.{name}."
         arrays = {n.removeprefix(head): a for n, a in weights.items() if n.startswith(head)}
-        quantize = quantizer(rounding, saliency.moments.mean(name, position))
+        moments = saliency.moments
+        quantize = quantizer(
+            rounding,
+            moments.mean(name, position),
+            lambda n=name, m=moments: m.covariance(n, position),
+        )
         expected = requantized(arrays, Format(4, 32, "mxfp4"), plan.low[name], quantize)
         for leaf, array in expected.items():
             assert mx.array_equal(found[f"{bank}{name}.{leaf}"], array), (name, leaf)
 
 
 def test_export_needs_the_saliency_file_of_the_plan(tiny_k3, calibrated, saliency_file, tmp_path):
-    plan = planned(calibrated[0], sha256(saliency_file), layout="two-bank")
+    plan = planned(calibrated["weighted"], sha256(saliency_file), layout="two-bank")
     file = tmp_path / "plan.json"
     plan.save(file)
 
@@ -165,12 +182,14 @@ def test_export_needs_the_saliency_file_of_the_plan(tiny_k3, calibrated, salienc
     with pytest.raises(ReapError, match="needs the saliency file"):
         write(plan, None)
     other = tmp_path / "other.safetensors"
-    calibrated[1].save(other)
+    calibrated["plain"].save(other)
     with pytest.raises(ReapError, match="another saliency file"):
         write(plan, other)
     bare = tmp_path / "bare.safetensors"
-    replace(calibrated[0], moments=None).save(bare)
+    replace(calibrated["weighted"], moments=None).save(bare)
     provenance = replace(plan.provenance, inputs={"saliency": sha256(bare)})
     with pytest.raises(ReapError, match="no second moments"):
         write(replace(plan, provenance=provenance), bare)
+    with pytest.raises(ReapError, match="no covariances"):
+        write(replace(plan, low_rounding="feedback"), saliency_file)
     assert not (tmp_path / "out").exists()

@@ -16,7 +16,7 @@ VERSION = 1
 
 Layout = Literal["stock", "per-layer", "two-bank"]
 
-Rounding = Literal["plain", "search", "weighted"]
+Rounding = Literal["plain", "search", "weighted", "feedback"]
 
 Bank = dict[str, Format]
 """Format of each projection of the experts in a bank, e.g. {"gate_proj": mxfp4, …}."""
@@ -75,7 +75,8 @@ class Plan:
     constraints can be below it, `alternatives` the predicted damage of plain recipes at no more
     bytes. `settings` records the options the plan was made with. `low_rounding` is how experts get
     into the low bank's affine formats: "plain" by min and max, "search" by least error, "weighted"
-    by least error with the second moments in the saliency file the plan was made from.
+    by least error with the second moments in the saliency file the plan was made from, "feedback"
+    by least error of the outputs, with the covariances in that file.
     """
 
     provenance: Provenance

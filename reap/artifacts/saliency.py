@@ -53,7 +53,7 @@ class Measurement:
     point) experts, low_kl float64 [L] when its experts are stored in formats[0]. Both are of
     length 0 if they were not measured.
 
-    low_rounding: how the experts were rounded to the formats ("plain", "search", "weighted").
+    low_rounding: how the experts were rounded to the formats (see Plan).
     """
 
     formats: tuple[Format, ...]

@@ -12,7 +12,6 @@ import numpy as np
 
 from reap import __version__
 from reap.artifacts import Format, Measurement, ModelSpec, Provenance, Saliency
-from reap.artifacts.plan import Rounding
 from reap.calibrate.measure import (
     BlockInput,
     LayerMeasurement,
@@ -23,9 +22,10 @@ from reap.calibrate.measure import (
 )
 from reap.calibrate.moments import LayerMoments, stacked
 from reap.calibrate.observe import SUMS, LayerSums, first_array
+from reap.errors import ReapError
 from reap.models.divergence import kl_divergence, log_probabilities
 from reap.models.hooks import hooked
-from reap.models.lowbit import quantizer
+from reap.models.lowbit import ROUNDINGS, quantizer
 from reap.models.quantize import Quantizer, requantized_experts
 from reap.models.source import SourceModel
 from reap.models.stream import LayerStream
@@ -49,7 +49,8 @@ _MAX_ROUTED_ROWS = 32_768
 class CalibrationSettings:
     """`tokens`: limit over all domains; `probe_tokens`: how many of them the drop curve, the
     low-bit errors and the layers' sensitivity are measured on (0: not at all); `low_formats`: the
-    formats to measure, `low_rounding` how experts get into them, as in a plan; `sensitivity`:
+    formats to measure, `low_rounding` how experts get into them, as in a plan ("feedback" makes
+    the saliency file larger by a covariance per layer and kind of input); `sensitivity`:
     whether to measure KL with one layer changed at a time."""
 
     tokens: int | None = None
@@ -58,7 +59,13 @@ class CalibrationSettings:
     probe_tokens: int = 2048
     sensitivity: bool = True
     low_formats: tuple[Format, ...] = (Format(2, 128, "affine"), Format(3, 128, "affine"))
-    low_rounding: Rounding = "weighted"
+    low_rounding: str = "weighted"
+
+    def __post_init__(self) -> None:
+        if self.low_rounding not in ROUNDINGS:
+            raise ReapError(
+                f"unknown low_rounding {self.low_rounding!r}.", f"one of {', '.join(ROUNDINGS)}"
+            )
 
 
 def calibrate(
@@ -257,7 +264,9 @@ class _Layer:
         self.run = run
         self.index = index
         self.sums = LayerSums(index, run.domains, run.source.num_experts)
-        self.moments = LayerMoments(index, run.source.experts(index))
+        self.moments = LayerMoments(
+            index, run.source.experts(index), products=run.low_rounding == "feedback"
+        )
         self.inputs: list[BlockInput] = []
         self._low_banks: dict[Format, nn.Module] = {}
 
@@ -297,7 +306,12 @@ class _Layer:
         """This layer's experts stored in `format`, when all batches have been observed."""
 
         def chosen(projection: str) -> Quantizer:
-            return quantizer(self.run.low_rounding, self.moments.mean(projection))
+            moments = self.moments
+            return quantizer(
+                self.run.low_rounding,
+                moments.mean(projection),
+                lambda: moments.covariance(projection),
+            )
 
         if format not in self._low_banks:
             experts = self.run.source.experts(self.index)

@@ -22,16 +22,29 @@ from reap.models.hooks import hooked
 class LayerMoments:
     """Σx² float64 [columns] and rows of every projection of one layer, by its name."""
 
-    def __init__(self, layer: int, experts: nn.Module) -> None:
+    def __init__(self, layer: int, experts: nn.Module, *, products: bool = False) -> None:
+        """products: whether to add up x xᵀ, too."""
         self.layer = layer
         self._experts = experts
         self._projections = {n: part for n, part in experts.named_modules() if "weight" in part}
         self.sums: dict[str, np.ndarray] = {}
         self.rows = dict.fromkeys(self._projections, 0)
+        self.with_products = products
+        # Projections that get the same input share one array.
+        self._products: dict[str, np.ndarray] = {}
+        self._first = {name: name for name in self._projections}
 
     def mean(self, projection: str) -> np.ndarray:
         """E[x²] float64 [columns]."""
         return self.sums[projection] / max(1, self.rows[projection])
+
+    def product(self, projection: str) -> np.ndarray:
+        """Σ x xᵀ float32 [columns, columns]; the same array for the same input."""
+        return self._products[self._first[projection]]
+
+    def covariance(self, projection: str) -> np.ndarray:
+        """E[x xᵀ] float64 [columns, columns]."""
+        return self.product(projection).astype(np.float64) / max(1, self.rows[projection])
 
     @contextmanager
     def observed(self, mask: np.ndarray) -> Iterator[None]:
@@ -48,8 +61,12 @@ class LayerMoments:
                 if id(x) not in call["seen"]:
                     rows = x.reshape(-1, x.shape[-1])
                     counts = _times_counted(mask, call["indices"], chosen, len(rows))
-                    call["seen"][id(x)] = (x, *_sums(rows, counts))
-                _, sums, count = call["seen"][id(x)]
+                    call["seen"][id(x)] = (x, name, *_sums(rows, counts))
+                    if self.with_products:
+                        self._products[name] = self._products.get(name, 0.0) + _product(
+                            rows, counts
+                        )
+                _, self._first[name], sums, count = call["seen"][id(x)]
                 self._add(name, sums, count)
                 return original(x, chosen, **options)
 
@@ -73,9 +90,17 @@ class LayerMoments:
 
 def stacked(layers: Sequence[LayerMoments]) -> SecondMoments:
     """The moments of all layers as the saliency file has them."""
+    products: dict[str, np.ndarray] = {}
+    names = list(layers[0].sums) if layers[0].with_products else []
+    for name in names:
+        same = next((n for n in products if layers[0].product(n) is layers[0].product(name)), None)
+        products[name] = (
+            np.stack([m.product(name) for m in layers]) if same is None else products[same]
+        )
     return SecondMoments(
         sums={name: np.stack([m.sums[name] for m in layers]) for name in layers[0].sums},
         rows={name: np.array([m.rows[name] for m in layers], np.int64) for name in layers[0].sums},
+        products=products,
     )
 
 
@@ -83,6 +108,12 @@ def _sums(rows: mx.array, counts: mx.array) -> tuple[np.ndarray, int]:
     """Σ counts x² [columns], and Σ counts."""
     squares = counts[None] @ mx.square(rows.astype(mx.float32))
     return np.array(squares[0], dtype=np.float64), int(np.array(counts.sum()))
+
+
+def _product(rows: mx.array, counts: mx.array) -> np.ndarray:
+    """Σ counts x xᵀ, float32 [columns, columns]."""
+    x = rows.astype(mx.float32)
+    return np.array((x * counts[:, None]).T @ x)
 
 
 def _times_counted(mask: np.ndarray, indices: mx.array, chosen: mx.array, rows: int) -> mx.array:

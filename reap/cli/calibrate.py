@@ -33,6 +33,9 @@ def calibrate(
             show_default=False,
         ),
     ] = None,
+    low_rounding: Annotated[
+        str, typer.Option(help="How experts get into them: plain, search, weighted, feedback.")
+    ] = "weighted",
     sensitivity: Annotated[
         bool, typer.Option(help="Measure the KL divergence with one layer changed at a time.")
     ] = True,
@@ -61,6 +64,7 @@ def calibrate(
         batch_tokens=batch_tokens,
         probe_tokens=probe_tokens,
         low_formats=formats,
+        low_rounding=low_rounding,
         sensitivity=sensitivity,
     )
     source = open_source(model, trust_remote_code=trust_remote_code)

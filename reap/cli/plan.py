@@ -51,7 +51,7 @@ def plan(
     low_rounding: Annotated[
         str | None,
         typer.Option(
-            help="How experts get into the low bank: plain, search or weighted.",
+            help="How experts get into the low bank: plain, search, weighted, feedback.",
             show_default="as measured",
         ),
     ] = None,

@@ -7,7 +7,7 @@ from pathlib import Path
 from reap.artifacts import Plan, Saliency, SecondMoments
 from reap.artifacts.files import sha256
 from reap.errors import ReapError
-from reap.models.lowbit import quantizer
+from reap.models.lowbit import NEEDS_MOMENTS, quantizer
 from reap.models.quantize import Quantizer
 
 
@@ -22,15 +22,23 @@ class LowBank:
         self._position = {layer.layer: position for position, layer in enumerate(plan.layers)}
         self._moments: SecondMoments | None = None
         affine = any(format.mode == "affine" for format in plan.low.values())
-        if plan.low_rounding == "weighted" and affine and any(layer.low for layer in plan.layers):
+        if (
+            plan.low_rounding in NEEDS_MOMENTS
+            and affine
+            and any(layer.low for layer in plan.layers)
+        ):
             self._moments = _moments(plan, saliency)
 
     def quantizer(self, layer: int, projection: str) -> Quantizer:
         """For one projection of the experts in a decoder layer."""
-        if self._moments is None:
-            return quantizer("plain" if self._rounding == "weighted" else self._rounding)
-        importance = self._moments.mean(projection, self._position[layer])
-        return quantizer(self._rounding, importance)
+        moments, position = self._moments, self._position[layer]
+        if moments is None:
+            return quantizer("plain" if self._rounding in NEEDS_MOMENTS else self._rounding)
+        return quantizer(
+            self._rounding,
+            moments.mean(projection, position),
+            lambda: moments.covariance(projection, position),
+        )
 
 
 def _moments(plan: Plan, saliency: Path | None) -> SecondMoments:
@@ -48,9 +56,12 @@ def _moments(plan: Plan, saliency: Path | None) -> SecondMoments:
             f"({digest[:12]}).",
             "give that file with --saliency, or plan again",
         )
-    if loaded.moments is None:
+    lacking = "second moments" if loaded.moments is None else ""
+    if plan.low_rounding == "feedback" and not (loaded.moments and loaded.moments.products):
+        lacking = "covariances"
+    if loaded.moments is None or lacking:
         raise ReapError(
-            f"{saliency} has no second moments to round the low bank by.",
+            f"{saliency} has no {lacking} to round the low bank by.",
             "calibrate again, or plan with low_rounding search",
         )
     return loaded.moments

@@ -12,7 +12,7 @@ The arrays are laid out as `mx.quantize` lays them out; nothing else has to know
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, get_args
 
@@ -44,9 +44,18 @@ _WIDE_SHRINK = (0.85, 1.0)
 _MARGIN = 1 - 1e-5
 
 
-def quantizer(rounding: str, importance: np.ndarray | None = None) -> Quantizer:
+NEEDS_MOMENTS = ("weighted", "feedback")
+"""Roundings that need what calibration saw."""
+
+
+def quantizer(
+    rounding: str,
+    importance: np.ndarray | None = None,
+    covariance: Callable[[], np.ndarray] | None = None,
+) -> Quantizer:
     """How a weight becomes MLX's arrays: "plain" as `mx.quantize`, "search" with every channel
-    alike, "weighted" by `importance` [columns]; formats other than affine are always plain."""
+    alike, "weighted" by `importance` [columns], "feedback" by the `covariance` [columns, columns]
+    that is only computed then; formats other than affine are always plain."""
     if rounding not in ROUNDINGS:
         raise ReapError(f"unknown rounding {rounding!r}.", f"one of {', '.join(ROUNDINGS)}")
     if rounding == "weighted" and importance is None:
@@ -55,9 +64,22 @@ def quantizer(rounding: str, importance: np.ndarray | None = None) -> Quantizer:
             "calibrate again, or use rounding 'search'",
         )
 
+    if rounding == "feedback":
+        # Imported here: feedback starts from the search.
+        from reap.models.feedback import feedback
+
+        if covariance is None:
+            raise ReapError(
+                "rounding with feedback needs the covariance of the experts' inputs.",
+                "calibrate with low_rounding feedback",
+            )
+        rounded = feedback(covariance())
+
     def quantize(weight: mx.array, format: Format) -> dict[str, mx.array]:
         if rounding == "plain" or format.mode != "affine":
             return quantized(weight, format)
+        if rounding == "feedback":
+            return rounded(weight, format)
         used = importance if rounding == "weighted" else None
         return search_affine(weight, format, importance=used)
 

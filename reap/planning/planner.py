@@ -351,6 +351,11 @@ def _low_rounding(task: _Task) -> tuple[Rounding, list[str]]:
             "weighted rounding needs second moments, which the saliency file does not have.",
             "calibrate again, or plan with low_rounding search",
         )
+    if chosen == "feedback" and (moments is None or not moments.products):
+        raise ReapError(
+            "rounding with feedback needs covariances, which the saliency file does not have.",
+            "calibrate with low_rounding feedback, or plan with low_rounding weighted",
+        )
     other = measured is not None and chosen != usual and bool(task.precision.low)
     note = [f"low-bit errors of {usual} rounding, not {chosen}"] if other else []
     return cast(Rounding, chosen), note
