@@ -106,3 +106,14 @@ def test_a_covariance_that_does_not_fit_is_refused():
         feedback(np.full((4, 4), np.nan))
     with pytest.raises(ReapError, match="64 inputs for 128 columns"):
         feedback(np.eye(64))(weights(2, 128), Format(2, 64, "affine"))
+
+
+def test_rows_for_which_nothing_better_was_found_stay_as_searched(monkeypatch):
+    def spoiled(rows: module._Rows) -> None:
+        rows.scales = rows.scales * 3
+
+    monkeypatch.setattr(module._Rows, "fit", spoiled)
+    weight, format, h = weights(20, 128), Format(2, 64, "affine"), covariance(128)
+    found = feedback(h)(weight, format)
+    start = search_affine(weight, format, importance=np.diag(damped(h)))
+    assert all(mx.array_equal(array, found[name]) for name, array in start.items())
