@@ -25,7 +25,6 @@ from reap.calibrate import CalibrationSettings, calibrate
 from reap.data import embedded_model
 from reap.evaluate import EvaluationSettings, evaluate
 from reap.export import export
-from reap.models.hooks import hooked
 from reap.models.lowbit import ROUNDINGS, quantizer
 from reap.models.quantize import requantized_experts
 from reap.models.source import SourceModel, open_source
@@ -76,8 +75,8 @@ def output_errors(source: SourceModel, moments: SecondMoments, tokens: int) -> E
                 if index not in source.moe_layers:
                     stream.step(position)
                     continue
-                tap = ExpertTap(lambda *call, m=batch.mask, to=calls: to.append((*call, m)))
-                with hooked(source.experts(index), tap):
+                tap = ExpertTap(index, lambda *call, m=batch.mask, to=calls: to.append((*call, m)))
+                with tap.on(source.experts(index)):
                     stream.step(position)
             if calls:
                 say(f"layer {index}")

@@ -19,7 +19,7 @@ from reap.artifacts import Evaluation, Plan, Provenance, Saliency
 from reap.artifacts.files import sha256
 from reap.calibrate import CalibrationSettings, calibrate
 from reap.data import embedded_model
-from reap.evaluate import EvaluationSettings, evaluate
+from reap.evaluate import EvaluationSettings, evaluate_all
 from reap.export import export
 from reap.models.source import open_source
 from reap.models.text import load_texts
@@ -97,20 +97,26 @@ def plans(saliency: Saliency, share: float, digest: str) -> dict[str, Plan]:
     return made
 
 
-def measure(
-    plan: Plan, label: str, plan_file: Path, saliency: Path, checkpoint: Path, tokens: int
-) -> Evaluation:
-    """Export, load again, evaluate."""
-    source = open_source(str(embedded_model()))
-    export(source, plan, checkpoint, plan_file=plan_file, saliency=saliency)
-    return evaluate(
-        open_source(str(checkpoint)),
-        load_texts((), split="evaluation"),
-        EvaluationSettings(tokens=tokens, sequence_length=256),
-        reference=open_source(str(embedded_model())),
-        label=label,
-        command="benchmarks/plain_recipes.py",
-    )
+def measure(made: dict[str, Plan], saliency: Path, place: Path, tokens: int) -> list[Evaluation]:
+    """Export every plan, load it again, and evaluate all in one pass over the text."""
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoints = {}
+        for number, (label, plan) in enumerate(made.items()):
+            say(f"exporting: {label}")
+            plan_file = place / ("plan.json" if not number else f"plan-{number}.json")
+            plan.save(plan_file, force=True)
+            checkpoint = Path(scratch) / str(number)
+            source = open_source(str(embedded_model()))
+            export(source, plan, checkpoint, plan_file=plan_file, saliency=saliency)
+            checkpoints[label] = open_source(str(checkpoint))
+        say("evaluating")
+        return evaluate_all(
+            checkpoints,
+            load_texts((), split="evaluation"),
+            EvaluationSettings(tokens=tokens, sequence_length=256),
+            reference=open_source(str(embedded_model())),
+            command="benchmarks/plain_recipes.py",
+        )
 
 
 def run(directory: Path, *, tokens: int, calibration_tokens: int | None) -> list[Candidate]:
@@ -126,23 +132,19 @@ def run(directory: Path, *, tokens: int, calibration_tokens: int | None) -> list
     candidates = []
     for share in SHARES:
         place = directory / f"{share:.0%}".rstrip("%")
-        for number, (label, plan) in enumerate(plans(saliency, share, sha256(file)).items()):
-            say(f"{share:.0%}: {label}")
-            plan_file = place / ("plan.json" if not number else f"plan-{number}.json")
-            plan.save(plan_file, force=True)
-            with tempfile.TemporaryDirectory() as scratch:
-                found = measure(
-                    plan, label, plan_file, file, Path(scratch) / "checkpoint", tokens
-                )
-            found.save(place / f"evaluation-{number}.json", force=True)
-            candidates.append(Candidate(share, label, plan, found))
-        evaluations = sorted(place.glob("evaluation-*.json"))
+        say(f"{share:.0%} of the expert bytes")
+        made = plans(saliency, share, sha256(file))
+        files = []
+        for number, found in enumerate(measure(made, file, place, tokens)):
+            files.append(place / f"evaluation-{number}.json")
+            found.save(files[-1], force=True)
+            candidates.append(Candidate(share, found.label, made[found.label], found))
         write_report(
             place / "report.html",
             saliency=file,
             plan=place / "plan.json",
-            evaluation=evaluations[0],
-            rivals=evaluations[1:],
+            evaluation=files[0],
+            rivals=files[1:],
             force=True,
         )
     return candidates

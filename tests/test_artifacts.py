@@ -28,6 +28,7 @@ from reap.artifacts import (
     Waterfall,
 )
 from reap.artifacts.files import written_whole
+from reap.artifacts.saliency import CRITERIA
 from reap.errors import ArtifactError, CalibrationError, ReapError
 
 MXFP4 = Format(4, 32, "mxfp4")
@@ -224,8 +225,8 @@ def test_plan_refuses_other_files(tmp_path: Path) -> None:
         assert caught.value.message == f"{path} is not a reap file; expected reap.plan."
     message = edited(path, lambda data: data.update(format="reap.evaluation"))
     assert message == f"{path} is a reap.evaluation file; expected reap.plan."
-    message = edited(path, lambda data: data.update(format_version=2))
-    assert message == f"{path} has reap.plan version 2; this reap reads version 1."
+    message = edited(path, lambda data: data.update(format_version=3))
+    assert message == f"{path} has reap.plan version 3; this reap reads versions up to 2."
 
 
 @pytest.mark.parametrize(
@@ -305,12 +306,12 @@ def test_saliency_refuses_other_files(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as caught:
         Saliency.load(path)
     assert caught.value.message == f"{path} is a reap.x file; expected reap.saliency."
-    header = '{"format": "reap.saliency", "format_version": 2}'
+    header = '{"format": "reap.saliency", "format_version": 3}'
     save_file({"count": np.zeros(3)}, path, {"reap": header})
     with pytest.raises(ArtifactError) as caught:
         Saliency.load(path)
     assert caught.value.message == (
-        f"{path} has reap.saliency version 2; this reap reads version 1."
+        f"{path} has reap.saliency version 3; this reap reads versions up to 2."
     )
     assert caught.value.hint == (
         "make it again with this version of reap, or use the reap that wrote it"
@@ -369,6 +370,7 @@ def test_scores_by_hand() -> None:
     count[:, 0, 0, 0] = 3, 1
     sums["norm"][:, 0, 0, 0] = 3 + 4 + 5, 4
     sums["norm2"][:, 0, 0, 0] = 9 + 16 + 25, 16
+    sums["gate"][:, 0, 0, 0] = 1.5, 0.5
     sums["gate_norm"][:, 0, 0, 0] = 6, 2
     sums["gate2_norm2"][:, 0, 0, 0] = 12.5, 4
     saliency = replace(make_saliency(), count=count, tokens=np.full((2, 1, 2), 10), **sums)
@@ -377,10 +379,12 @@ def test_scores_by_hand() -> None:
         "reap-all-tokens": 0.4,
         "energy": 0.825,
         "frequency": 0.2,
+        "soft-frequency": 0.1,
         "ean": 16.0,
         "man": 4.0,
         "msan": 16.5,
     }
+    assert expected.keys() == CRITERIA.keys()
     for criterion, value in expected.items():
         score = saliency.score(criterion)
         assert score.tolist() == [[value, 0, 0, 0], [0, 0, 0, 0]]
@@ -490,8 +494,26 @@ def test_a_plan_keeps_its_rounding_and_older_plans_are_plain(tmp_path: Path) -> 
     assert Plan.load(file).low_rounding == "search"
     data = json.loads(file.read_text())
     del data["low_rounding"]
-    file.write_text(json.dumps(data))
+    file.write_text(json.dumps(data | {"format_version": 1}))
     assert Plan.load(file).low_rounding == "plain"
     file.write_text(json.dumps(data | {"low_rounding": "up"}))
     with pytest.raises(ArtifactError, match="low_rounding is 'up'"):
         Plan.load(file)
+
+
+def test_a_failed_write_leaves_nothing_and_a_crash_between_renames_is_mended(
+    tmp_path: Path,
+) -> None:
+    target = tmp_path / "new" / "deep" / "checkpoint"
+    with pytest.raises(RuntimeError), written_whole(target) as partial:
+        partial.mkdir()
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+    with written_whole(target) as partial:
+        partial.mkdir()
+        (partial / "a").write_text("first")
+    target.rename(target.with_name("checkpoint.old.partial"))
+    with pytest.raises(ReapError, match="exists already"), written_whole(target):
+        pass
+    assert (target / "a").read_text() == "first"

@@ -26,12 +26,14 @@ from reap.artifacts import (
 from reap.errors import BudgetError, CalibrationError, ReapError
 from reap.planning import PlanSettings, format_size, make_plan, parse_size, plain_plan
 from reap.planning.damage import KL_FLOOR, damage_model, rank
+from reap.planning.domains import combined
 from reap.planning.planner import (
     RECIPES,
     SIMPLER_WITHIN,
     UNIFORM_LOW,
     UNIFORM_REAP,
     UNIFORM_TWO_BANK,
+    WORTH_BYTES,
 )
 from reap.planning.settings import budget_for, reserved
 from reap.planning.solver import Problem, Solution, _best_within, _respond, solve, uniform
@@ -176,7 +178,14 @@ def size_for(spec: ModelSpec, share: float) -> int:
 
 
 def random_problem(
-    seed: int, layers: int, experts: int, *, floor: int = 2, two_banks: bool = True, edge: int = 1
+    seed: int,
+    layers: int,
+    experts: int,
+    *,
+    floor: int = 2,
+    two_banks: bool = True,
+    edge: int = 1,
+    protected: bool = False,
 ) -> Problem:
     """Concave-ish curves with bumps, and bytes that differ between layers."""
     rng = np.random.default_rng(seed)
@@ -187,14 +196,17 @@ def random_problem(
     noise = rng.uniform(0.2, 0.6, energy.shape)
     low = np.hstack([zero, (energy * noise).cumsum(axis=1)])
     low_bytes = rng.integers(50, 60, layers)
+    least = np.arange(layers) % 4 * int(protected)
+    fewest = np.maximum(max(floor, edge), least)[:, None]
     return Problem(
-        keep=np.where(np.arange(experts + 1) >= max(floor, edge), drop + low, np.inf),
+        keep=np.where(np.arange(experts + 1) >= fewest, drop + low, np.inf),
         lift=-low,
         low_bytes=low_bytes,
         lift_bytes=rng.integers(35, 50, layers),
         low_bank=True,
         two_banks=two_banks,
         min_bank=edge,
+        least_high=least,
     )
 
 
@@ -214,6 +226,8 @@ def choices(problem: Problem, layer: int) -> list[tuple[int, int, int, float]]:
             continue
         for h in range(n + 1):
             mixed = problem.two_banks and min(h, n - h) >= problem.min_bank
+            if h < problem.least[layer]:
+                continue
             if h == n or (h == 0 and problem.low_bank) or mixed:
                 size = int(problem.low_bytes[layer]) * n + int(problem.lift_bytes[layer]) * h
                 damage = float(problem.keep[layer, n] + problem.lift[layer, h])
@@ -260,7 +274,10 @@ def assert_valid(problem: Problem, capacity: int, solution: Solution) -> None:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("two_banks", [True, False])
 def test_solver_is_exact_on_small_problems(seed: int, two_banks: bool) -> None:
-    problem = random_problem(seed, 3, 6, two_banks=two_banks, edge=1 + seed % 3)
+    edge = 1 + seed % 3
+    problem = random_problem(seed, 3, 6, two_banks=two_banks, edge=edge, protected=seed % 2 == 1)
+    every = [min(choices(problem, layer), key=lambda c: c[2])[2] for layer in range(3)]
+    assert problem.bytes(*problem.cheapest()).sum() == sum(every)
     for share in (0.0, 0.05, 0.3, 0.5, 0.77, 1.0):
         capacity = capacity_of(problem, share)
         solution = solve(problem, capacity)
@@ -299,9 +316,10 @@ def test_solver_bound_holds_when_the_search_is_cut_short(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("two_banks", [True, False])
 @pytest.mark.parametrize("edge", [1, 4])
-def test_steps_of_the_solver(two_banks: bool, edge: int) -> None:
+@pytest.mark.parametrize("protected", [True, False])
+def test_steps_of_the_solver(two_banks: bool, edge: int, protected: bool) -> None:
     """The best response to a price of bytes, and the best choice of each layer within bytes."""
-    problem = random_problem(8, 5, 12, two_banks=two_banks, edge=edge)
+    problem = random_problem(8, 5, 12, two_banks=two_banks, edge=edge, protected=protected)
     every = [choices(problem, layer) for layer in range(5)]
     for price in (0.0, 1e-3, 1e-2, 0.1, 1.0):
         n, h, least = _respond(problem, price)
@@ -310,7 +328,7 @@ def test_steps_of_the_solver(two_banks: bool, edge: int) -> None:
             assert least[layer] == pytest.approx(expected, rel=1e-12)
             size, damage = next(o[2:] for o in options if o[:2] == (n[layer], h[layer]))
             assert damage + price * size == pytest.approx(expected, rel=1e-12)
-    for allowance in range(300, 1100, 50):
+    for allowance in range(450, 1100, 50):
         n, h = _best_within(problem, np.full(5, allowance))
         for layer, options in enumerate(every):
             expected = min(damage for _, _, size, damage in options if size <= allowance)
@@ -345,6 +363,11 @@ def test_nothing_fits_below_the_smallest_plan() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_uniform_is_exact(seed: int) -> None:
     problem = random_problem(seed, 3, 8, edge=2)
+    # Layer 3 must have two in the high bank, so no layer may be all low.
+    held = random_problem(seed, 3, 8, edge=2, protected=True)
+    assert uniform(held, capacity_of(held, 0.45), "low") is None
+    for bank in ("high", "two"):
+        assert uniform(held, capacity_of(held, 0.45), bank)[1] >= 2
     capacity = capacity_of(problem, 0.45)
     shared = [c for c in itertools.product(range(9), range(9)) if c[1] <= c[0]]
     for bank in ("high", "low", "two"):
@@ -403,7 +426,7 @@ def test_damage_by_hand() -> None:
     saliency = hand_made()
     energy = saliency.score("energy")
     assert energy.tolist() == [[0, 0, 1, 2, 4, 8]]
-    model = damage_model(saliency, scores=energy, high=None, low=TWO)
+    model = damage_model(saliency, scores=energy, high={}, low={TWO: 1.0})
     assert model.order.tolist() == [[5, 4, 3, 2, 0, 1]]
     assert model.assumed == ()
     # kappa = 1, 1, 1.5, 2, 2, 2, 2 times dropped energy 15, 7, 3, 1, 0, 0, 0.
@@ -424,8 +447,8 @@ def test_drop_never_rises_with_more_experts() -> None:
     model = damage_model(
         replace(saliency, measurement=measurement),
         scores=saliency.score("energy"),
-        high=None,
-        low=None,
+        high={},
+        low={},
     )
     assert model.drop[0] == pytest.approx(np.array([15, 15, 15, 9, 0, 0, 0]) / 100)
 
@@ -433,7 +456,7 @@ def test_drop_never_rises_with_more_experts() -> None:
 def test_another_order_pays_for_the_energy_it_drops() -> None:
     saliency = hand_made()
     worst_first = -saliency.score("energy")
-    model = damage_model(saliency, scores=worst_first, high=None, low=TWO)
+    model = damage_model(saliency, scores=worst_first, high={}, low={TWO: 1.0})
     assert model.order.tolist() == [[0, 1, 2, 3, 4, 5]]
     assert model.drop[0] == pytest.approx(np.array([28, 28, 28, 28, 24, 16, 0]) / 100)
     assert model.low[0] == pytest.approx(np.array([0, 0, 0, 0.4, 1.2, 2.8, 6]) / 100)
@@ -443,12 +466,12 @@ def test_what_was_not_measured_is_assumed_and_said() -> None:
     saliency = hand_made()
     energy = saliency.score("energy")
     bare = replace(saliency, measurement=None)
-    model = damage_model(bare, scores=energy, high=None, low=TWO)
+    model = damage_model(bare, scores=energy, high={}, low={TWO: 1.0})
     assert model.assumed == ("kappa = 1", "rho = 0.541 for 2-bit g128")
     assert model.drop[0] == pytest.approx(np.array([15, 7, 3, 1, 0, 0, 0]) / 100)
     assert model.low[0, -1] == pytest.approx(0.541 * 0.15)
     three = Format(3, 64, "affine")
-    model = damage_model(saliency, scores=energy, high=three, low=TWO)
+    model = damage_model(saliency, scores=energy, high={three: 1.0}, low={TWO: 1.0})
     assert model.assumed == ("error of 3-bit g64 = 0.25 times that of 2-bit g128",)
     assert model.high[0, -1] == pytest.approx(0.06 * 0.135 / 0.541)
     plan = plan_with(make_saliency(make_spec(), measured=False), size=size_for(make_spec(), 0.6))
@@ -462,22 +485,41 @@ def test_measured_kl_weighs_drops_and_low_bits_apart() -> None:
     assert saliency.measurement is not None
     kl = {"kl_kept": np.array([3]), "drop_kl": np.array([0.5]), "low_kl": np.array([0.3])}
     measured = replace(saliency, measurement=replace(saliency.measurement, **kl))
-    model = damage_model(measured, scores=saliency.score("energy"), high=None, low=TWO)
+    model = damage_model(measured, scores=saliency.score("energy"), high={}, low={TWO: 1.0})
     assert model.unit == "nats"
     # 0.5 nats for an error of 20 / 10 with three experts; 0.3 nats for 60 / 10 at low bits.
     assert model.drop[0] == pytest.approx(np.array([15, 7, 4.5, 2, 0, 0, 0]) * 0.25)
     assert model.low[0] == pytest.approx(np.array([0, 3.2, 4.8, 5.6, 6, 6, 6]) * 0.05)
     kl["drop_kl"] = np.array([-1e-9])
     negative = replace(saliency, measurement=replace(saliency.measurement, **kl))
-    model = damage_model(negative, scores=saliency.score("energy"), high=None, low=TWO)
+    model = damage_model(negative, scores=saliency.score("energy"), high={}, low={TWO: 1.0})
     assert model.drop[0, 3] == pytest.approx(KL_FLOOR)
+
+
+def test_a_layer_without_an_error_weighs_as_the_median() -> None:
+    saliency = make_saliency(make_spec(layers=3, experts=8))
+    measured = saliency.measurement
+    assert measured is not None
+    at = 1
+    error = measured.drop_error.copy()
+    error[:, at] = 100, 0, 300
+    kl = {
+        "kl_kept": measured.kept[at : at + 1],
+        "drop_kl": np.array([2.0, 1e-9, 3.0]),
+        "low_kl": np.ones(3),
+    }
+    saliency = replace(saliency, measurement=replace(measured, drop_error=error, **kl))
+    model = damage_model(saliency, scores=saliency.score("energy"), high={}, low={})
+    # 2 / (100 / 100), 3 / (300 / 100) and the median of both.
+    assert model.drop_weight.tolist() == [2.0, 1.5, 1.0]
+    assert np.isfinite(model.drop).all()
 
 
 def test_layers_are_compared_by_the_energy_of_their_residual_stream() -> None:
     saliency = hand_made()
     dead = replace(saliency, residual_energy=np.zeros((2, 2, 1)))
     with pytest.raises(CalibrationError, match="after layer 1 has no energy"):
-        damage_model(dead, scores=saliency.score("energy"), high=None, low=TWO)
+        damage_model(dead, scores=saliency.score("energy"), high={}, low={TWO: 1.0})
 
 
 # Plans
@@ -486,7 +528,7 @@ def test_layers_are_compared_by_the_energy_of_their_residual_stream() -> None:
 def assert_consistent(plan: Plan, saliency: Saliency, cap: int) -> None:
     """Everything that must hold for any plan, from the spec alone."""
     spec = saliency.spec
-    energy = saliency.score("energy")
+    energy = combined(saliency, "energy", plan.settings["domains"])
     water = plan.waterfall
     high = low = router = 0
     for entry, layer, row in zip(plan.layers, spec.moe_layers, energy, strict=True):
@@ -597,6 +639,24 @@ def test_auto_prefers_per_layer_to_a_slightly_better_two_bank(
     # What is not known to be the best says so.
     monkeypatch.setattr("reap.planning.solver.MAX_STATES", 1)
     assert plan_with(saliency, size=size, layout="two-bank").lower_bound < two_bank.damage
+
+
+def test_auto_never_gives_up_more_than_a_hundredth_of_the_bytes() -> None:
+    """Where bytes matter little, 2 % more damage can be worth many of them."""
+    spec = make_spec(layers=6, experts=64)
+    saliency = make_saliency(spec, kappa=(1, 1), rho=0.4)
+    size = size_for(spec, 0.16)
+    plans = {
+        layout: plan_with(saliency, size=size, layout=layout, min_experts=2, clamp=None)
+        for layout in ("auto", "per-layer", "two-bank")
+    }
+    per_layer, two_bank = plans["per-layer"], plans["two-bank"]
+    assert per_layer.damage < SIMPLER_WITHIN * two_bank.damage
+    assert plans["auto"].layers == two_bank.layers
+    room = size - spec.trunk_bytes()
+    less = size - math.ceil(WORTH_BYTES * room)
+    fewer = plan_with(saliency, size=less, layout="two-bank", min_experts=2, clamp=None)
+    assert fewer.damage < per_layer.damage
 
 
 def test_the_solver_beats_plain_recipes_and_its_bound_holds() -> None:

@@ -162,9 +162,7 @@ class Evaluation:
         if self.reference is None:
             return figures
         base = mean("base_nll")
-        log_ratio = clustered_mean(
-            np.array([d.nll - d.base_nll for d in self.documents]), tokens
-        )
+        log_ratio = clustered_mean(np.array([d.nll - d.base_nll for d in self.documents]), tokens)
         ratio = math.exp(log_ratio.value)
         moments = {
             name: mean(name).value for name in ("nll_squared", "base_nll_squared", "nll_cross")

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,17 @@ def written_whole(path: Path, *, force: bool = False) -> Iterator[Path]:
     Works for files and directories. On an exception the temporary path is removed and what stood
     at `path` is untouched. An OSError (disk full, no permission) becomes a ReapError.
     """
-    refuse_existing(path, force)
     partial = path.with_name(path.name + ".partial")
+    old = path.with_name(path.name + ".old.partial")
+    if old.exists() and not path.exists():
+        os.rename(old, path)  # a crash between the two renames below
+    refuse_existing(path, force)
+    made = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove(partial)
         yield partial
         if path.is_dir():
-            old = path.with_name(path.name + ".old.partial")
             _remove(old)
             os.rename(path, old)
             os.rename(partial, path)
@@ -50,7 +53,12 @@ def written_whole(path: Path, *, force: bool = False) -> Iterator[Path]:
     except OSError as error:
         raise ReapError(f"could not write {path}: {error.strerror or error}") from error
     finally:
-        _remove(partial)
+        with suppress(OSError):  # a folder that cannot be read has nothing of ours
+            _remove(partial)
+        if not path.exists():
+            for folder in made:
+                with suppress(OSError):
+                    folder.rmdir()
 
 
 def _remove(path: Path) -> None:
@@ -93,14 +101,14 @@ def read_json(path: Path, *, format: str, version: int) -> dict[str, Any]:
 
 
 def check_envelope(path: Path, data: Any, *, format: str, version: int) -> None:
-    """Raise ArtifactError unless `data` says it is `format` in a version this reap can read."""
+    """Raise ArtifactError unless `data` says it is `format` of at most `version`."""
     found = data.get("format") if isinstance(data, dict) else None
     if found != format:
         what = f"a {found} file" if found else "not a reap file"
         raise ArtifactError(f"{path} is {what}; expected {format}.")
-    if data.get("format_version") != version:
+    if data.get("format_version") not in range(1, version + 1):
         raise ArtifactError(
             f"{path} has {format} version {data.get('format_version')}; "
-            f"this reap reads version {version}.",
+            f"this reap reads versions up to {version}.",
             "make it again with this version of reap, or use the reap that wrote it",
         )

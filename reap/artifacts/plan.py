@@ -12,7 +12,8 @@ from reap.artifacts.spec import Format
 from reap.errors import ArtifactError
 
 FORMAT = "reap.plan"
-VERSION = 1
+VERSION = 2
+"""1: without the rounding of the low bank."""
 
 Layout = Literal["stock", "per-layer", "two-bank"]
 
@@ -207,9 +208,7 @@ class Plan:
             if len(set(layer.kept)) != len(layer.kept):
                 raise ArtifactError(f"{where} keeps an expert twice.")
             if any(not 0 <= expert < self.num_experts for expert in layer.kept):
-                raise ArtifactError(
-                    f"{where} keeps an expert outside 0..{self.num_experts - 1}."
-                )
+                raise ArtifactError(f"{where} keeps an expert outside 0..{self.num_experts - 1}.")
             if not 0 <= layer.high <= len(layer.kept):
                 raise ArtifactError(
                     f"{where}: {layer.high} experts in the high bank of {len(layer.kept)} kept."
@@ -221,7 +220,9 @@ class Plan:
                     f"{path}: {name} has {len(data[name])} entries for {self.num_layers} layers."
                 )
             if data[name] != derived:
-                index = next(i for i, pair in enumerate(zip(data[name], derived)) if len({*pair}) > 1)
+                index = next(
+                    i for i, pair in enumerate(zip(data[name], derived)) if len({*pair}) > 1
+                )
                 raise ArtifactError(
                     f"{path}: {name}[{index}] is {data[name][index]}, but layer {index} "
                     f"lists {derived[index]}.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -22,7 +22,8 @@ class Provenance:
     """What a file was computed from.
 
     `inputs` maps the name of an input file to its sha256; `config_sha256` is of the model's
-    config.json; `revision` is the hub commit or "" for a local directory.
+    config.json; `revision` is the hub commit or "" for a local directory; `settings` are the
+    choices the stage ran with (a plan has its own), empty where they were not recorded.
     """
 
     reap_version: str
@@ -32,6 +33,7 @@ class Provenance:
     config_sha256: str
     inputs: dict[str, str]
     corpora: tuple[Corpus, ...] = ()
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"corpora": [asdict(corpus) for corpus in self.corpora]}

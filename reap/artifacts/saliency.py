@@ -21,17 +21,28 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FORMAT = "reap.saliency"
-VERSION = 1
+VERSION = 2
+"""1: without the rounding of the low bank and second moments."""
 
 CRITERIA: dict[str, str] = {
     "reap": "Σ g‖f‖ / count: mean over the routed tokens (REAP, arXiv 2510.13999)",
     "reap-all-tokens": "Σ g‖f‖ / tokens: the same sum over all tokens",
     "energy": "Σ g²‖f‖² / tokens: squared output the block would lose",
     "frequency": "count / tokens: how often the router picks the expert",
-    "ean": "Σ ‖f‖: expert activation norm (EAN)",
+    "soft-frequency": "Σ g / tokens: router weight (weighted_frequency_sum of REAP's code)",
+    "ean": "Σ ‖f‖: expert activation norm (EAN, arXiv 2504.05586)",
     "man": "Σ ‖f‖ / count: mean activation norm (MAN, arXiv 2606.15716)",
     "msan": "Σ ‖f‖² / count: mean squared activation norm (MSAN, arXiv 2606.15716)",
 }
+"""Formula and source of every criterion; sums run over the tokens routed to the expert, f is its
+output before weighting, g the weight the block multiplies it by (renormalised where the router
+does that).
+
+`energy` is what the planner's damage is made of: dropping an expert loses E g²‖f‖², and squared
+errors of independent experts add up. `reap-all-tokens` ranks as `weighted_ean_sum` does in
+CerebrasResearch/reap. That code's `reap_l2`, Σ g‖f‖² / count, is in no paper and needs a sum that
+is not kept; `max_activations` finds super experts, see reap.planning.protect.
+"""
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,7 @@ class Saliency:
             "reap-all-tokens": lambda: total(self.gate_norm) / tokens,
             "energy": lambda: total(self.gate2_norm2) / tokens,
             "frequency": lambda: count / tokens,
+            "soft-frequency": lambda: total(self.gate) / tokens,
             "ean": lambda: total(self.norm),
             "man": lambda: total(self.norm) / routed,
             "msan": lambda: total(self.norm2) / routed,

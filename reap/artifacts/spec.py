@@ -84,9 +84,7 @@ class ModuleSpec:
 
     def bytes(self, format: Format | None = None) -> int:
         chosen = format or self.format
-        return (
-            chosen.bytes(self.elements, self.dtype) if self.elements else 0
-        ) + self.other_bytes
+        return (chosen.bytes(self.elements, self.dtype) if self.elements else 0) + self.other_bytes
 
     def accepts(self, format: Format) -> bool:
         """Whether MLX can store this module's matrix in `format` without padding."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -35,14 +35,12 @@ from reap.models.text import (
     TextSet,
     TokenSequence,
     batches,
+    check_length,
     corpora,
     load_tokenizer,
     sequences,
 )
 from reap.progress import Progress, silent
-
-# One call into gather_qmm stays below 32,768 routed rows (wrong results above, mlx #3856).
-_MAX_ROUTED_ROWS = 32_768
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,10 @@ class CalibrationSettings:
                 f"unknown low_rounding {self.low_rounding!r}.", f"one of {', '.join(ROUNDINGS)}"
             )
 
+    def to_json(self) -> dict[str, Any]:
+        """The settings as the saliency's provenance records them."""
+        return asdict(self) | {"low_formats": [format.label for format in self.low_formats]}
+
 
 def calibrate(
     source: SourceModel,
@@ -82,6 +84,7 @@ def calibrate(
     Only one decoder layer's weights are resident at a time. Raises CalibrationError, before any
     weight is read where possible.
     """
+    check_length(settings.sequence_length, source.tokens_per_call)
     tokenizer = load_tokenizer(source.checkpoint.path, trust_remote_code=trust_remote_code)
     spec = source.spec()
     parts = sequences(
@@ -91,12 +94,12 @@ def calibrate(
         tokens=settings.tokens,
         vocab_size=source.vocabulary,
     )
-    rows = _MAX_ROUTED_ROWS // spec.top_k
-    made = batches(parts, tokens_per_batch=min(settings.batch_tokens, rows))
+    tokens_per_batch = min(settings.batch_tokens, source.tokens_per_call)
+    made = batches(parts, tokens_per_batch=tokens_per_batch)
     formats = _usable(settings.low_formats, spec)
     probes = batches(
         _probe_parts(parts, settings.probe_tokens, len(texts)),
-        tokens_per_batch=min(settings.batch_tokens, rows),
+        tokens_per_batch=tokens_per_batch,
     )
     run = _Run(source, spec, made, probes, texts, settings, formats, progress)
     sums = run.layers()
@@ -109,6 +112,7 @@ def calibrate(
             config_sha256=spec.config_sha256,
             inputs={text.source: text.sha256 for text in texts},
             corpora=corpora(texts, parts),
+            settings=settings.to_json(),
         ),
         spec=spec,
         domains=tuple(text.domain for text in texts),
@@ -137,9 +141,7 @@ def _usable(formats: Sequence[Format], spec: ModelSpec) -> tuple[Format, ...]:
     return tuple(dict.fromkeys(usable))
 
 
-def _probe_parts(
-    parts: Sequence[TokenSequence], tokens: int, domains: int
-) -> list[TokenSequence]:
+def _probe_parts(parts: Sequence[TokenSequence], tokens: int, domains: int) -> list[TokenSequence]:
     """Sequences to measure on: about an equal share of `tokens` from each domain."""
     chosen: list[TokenSequence] = []
     for domain in range(domains):
@@ -178,6 +180,8 @@ class _Run:
         self.moments: list[LayerMoments] = []
         self.sensitivity = settings.sensitivity and bool(probes)
         self.measured: list[LayerMeasurement] = []
+        # No low variant if no format divides the experts' columns.
+        self.variants = ("drop", "low") if formats else ("drop",)
         self.kl: dict[tuple[int, str], float] = {}
 
     def layers(self) -> list[LayerSums]:
@@ -198,7 +202,9 @@ class _Run:
                 layer = _Layer(self, index) if index in source.moe_layers else None
                 done = 0
                 for position, batch in enumerate(everything):
-                    self.progress(f"layer {index + 1} of {count}", (index * work + done) // count, work)
+                    self.progress(
+                        f"layer {index + 1} of {count}", (index * work + done) // count, work
+                    )
                     if layer is None:
                         stream.step(position)
                     elif position < first_probe:
@@ -228,9 +234,9 @@ class _Run:
             tokens += int(batch.lengths.sum())
             exact = log_probabilities(stream.finish(position))
             for index in self.source.moe_layers:
-                for kind in ("drop", "low"):
+                for kind in self.variants:
                     changed = log_probabilities(stream.fork_logits(position, (index, kind)))
-                    divergence = mx.where(mask, kl_divergence(exact, changed), 0).sum().item()
+                    divergence: Any = mx.where(mask, kl_divergence(exact, changed), 0).sum().item()
                     key = (index, kind)
                     self.kl[key] = self.kl.get(key, 0.0) + float(divergence)
         self.kl = {key: total / tokens for key, total in self.kl.items()}
@@ -253,7 +259,7 @@ class _Run:
             low_expert_error=np.stack([m.low_expert_error for m in measured], axis=1),
             kl_kept=np.array([self.kl_kept], np.int64),
             drop_kl=np.array([self.kl[index, "drop"] for index in layers]),
-            low_kl=np.array([self.kl[index, "low"] for index in layers]),
+            low_kl=np.array([self.kl[index, "low"] for index in layers if self.formats]),
         )
 
 
@@ -282,14 +288,12 @@ class _Layer:
             self.sums.add_energy("output_energy", batch, first_array(y))
             return y
 
-        tap = ExpertTap(experts_used)
         with (
             self.moments.observed(batch.mask),
-            hooked(source.experts(self.index), tap),
+            ExpertTap(self.index, experts_used).on(source.experts(self.index)),
             hooked(source.block(self.index), block_call),
         ):
             out = stream.step(position)
-        tap.check(self.index)
         self.sums.add_energy("residual_energy", batch, first_array(out))
 
     def probe(self, stream: LayerStream, position: int, batch: Batch) -> None:
@@ -338,9 +342,10 @@ class _Layer:
         n_group, _ = run.source.groups()
         kept = keep_best(measured.order, run.kl_kept, n_group)
         experts = run.source.experts(self.index)
-        low = self.low_bank(run.formats[0])
+        low = self.low_bank(run.formats[0]) if run.formats else None
         for position in sorted(forked):
             fewer = restricted_router(run.source, self.index, kept)
             stream.fork(position, (self.index, "drop"), fewer)
-            coarser = hooked(experts, lambda original, x, indices: low(x, indices))
-            stream.fork(position, (self.index, "low"), coarser)
+            if low is not None:
+                coarser = hooked(experts, lambda original, x, indices: low(x, indices))
+                stream.fork(position, (self.index, "low"), coarser)

@@ -69,9 +69,7 @@ def keep_best(order: np.ndarray, count: int, n_group: int) -> list[int]:
 
 
 @contextmanager
-def restricted_router(
-    source: SourceModel, index: int, kept: Sequence[int]
-) -> Iterator[None]:
+def restricted_router(source: SourceModel, index: int, kept: Sequence[int]) -> Iterator[None]:
     """While the block runs, layer `index` routes among `kept` experts only, as if pruned.
 
     The router's rows are really taken out; its answers are mapped back to the experts' slots.
@@ -185,6 +183,6 @@ def _low_error(
                 expert.reshape(-1), weights=error.reshape(-1), minlength=len(expert_error)
             )
 
-        with hooked(experts, ExpertTap(observe, replace=replace)):
+        with ExpertTap(index, observe, replace=replace).on(experts):
             total += _energy(source.block(index)(item.x) - y, item)
     return total

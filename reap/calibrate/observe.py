@@ -31,9 +31,7 @@ class LayerSums:
         self.residual_energy = np.zeros(shape[:2])
         self.output_energy = np.zeros(shape[:2])
 
-    def add(
-        self, batch: Batch, indices: mx.array, weights: mx.array, outputs: mx.array
-    ) -> None:
+    def add(self, batch: Batch, indices: mx.array, weights: mx.array, outputs: mx.array) -> None:
         """indices, weights [..., K] and outputs [..., K, D] of all positions of a batch."""
         k = indices.shape[-1]
         norm2 = mx.square(outputs.astype(mx.float32)).sum(axis=-1)

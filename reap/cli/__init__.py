@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 import sys
 from collections.abc import Sequence
+from contextvars import ContextVar
 
 from reap.errors import ReapError
+
+_arguments: ContextVar[tuple[str, ...]] = ContextVar("arguments", default=())
+
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `reap` with `argv` (default: the process's arguments); the exit code.
 
-    0: done; 1: an error the user can act on, one line and a hint on stderr; 2: wrong usage.
+    0: done; 1: an error the user can act on, one line and a hint on stderr; 2: wrong usage;
+    130: interrupted by Ctrl-C.
     """
-    from reap.cli.app import app
-
+    given = tuple(sys.argv[1:] if argv is None else argv)
+    token = _arguments.set(given)
+    code: int | str | None = 0
     try:
-        app(args=None if argv is None else list(argv), prog_name="reap")
+        from reap.cli.app import app
+
+        app(args=list(given), prog_name="reap")
     except ReapError as error:
-        sys.stdout.flush()
         print(f"error: {error.message}", file=sys.stderr)
         if error.hint:
             print(f"\nhint: {error.hint}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader of our stdout went away (`reap … | head`).
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        code = INTERRUPTED
     except SystemExit as done:
-        return done.code if isinstance(done.code, int) else int(bool(done.code))
-    return 0
+        # typer turns Ctrl-C and a reader that went away (`reap … | head`) into exits, too.
+        code = done.code
+    finally:
+        _arguments.reset(token)
+    if code == INTERRUPTED:
+        print("\nerror: interrupted", file=sys.stderr)
+    return code if isinstance(code, int) else int(bool(code))
+
+
+def command_line() -> str:
+    """The command as it was typed, for the provenance."""
+    return shlex.join(["reap", *_arguments.get()])
 
 
 def run() -> None:

@@ -7,22 +7,24 @@ from typing import Annotated
 
 import typer
 
-from reap.cli.options import Force, Json
+from reap.cli.options import Json, Redo
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Directory for everything it makes.")] = Path("demo"),
-    force: Force = False,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory for everything it makes.")
+    ] = Path("demo"),
+    force: Redo = False,
     json: Json = False,
 ) -> None:
-    """Run the whole pipeline on the embedded Kimi-K3-architecture model, offline."""
+    """Run everything on the embedded model, offline."""
     from reap.cli.output import print_json, say
-    from reap.cli.recipe import Pipeline
+    from reap.cli.pipeline import Pipeline
     from reap.cli.rundir import RunDirectory
     from reap.recipes import load_recipe
 
     directory = RunDirectory(out)
     Pipeline(load_recipe("demo"), directory, force=force).run()
     if json:
-        print_json({"report": str(directory.report.resolve())})
+        print_json({"run": str(directory.path), "report": str(directory.report)})
     say(f"Report: {directory.report.resolve()}")

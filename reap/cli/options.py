@@ -9,9 +9,30 @@ import typer
 
 Run = Annotated[
     Path | None,
-    typer.Option("--run", help="Run directory; default: the newest below runs/.", show_default=False),
+    typer.Option(
+        "--run",
+        metavar="DIR",
+        help="Run directory; default: the one of the files given, else the newest below runs/.",
+        show_default=False,
+    ),
+]
+NewRun = Annotated[
+    Path | None,
+    typer.Option(
+        "--run",
+        metavar="DIR",
+        help="Run directory; default: runs/ and the model's name.",
+        show_default=False,
+    ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace what exists.")]
+Redo = Annotated[
+    bool,
+    typer.Option(
+        "--force",
+        help="Do again what does not fit the recipe any more, and all after it; if all fits, all.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Trust = Annotated[
     bool,
@@ -21,19 +42,13 @@ Tokens = Annotated[
     int | None,
     typer.Option(
         "--tokens",
+        metavar="N",
         min=1,
         help="Tokens to use, an equal share of each domain; default: all.",
         show_default=False,
     ),
 ]
 SequenceLength = Annotated[
-    int, typer.Option("--sequence-length", min=2, help="Longest sequence, in tokens.")
-]
-Texts = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--text",
-        help="Evaluation text: a shipped set or a .jsonl/.txt file; repeatable. Default: all sets.",
-        show_default=False,
-    ),
+    int,
+    typer.Option("--sequence-length", metavar="N", min=2, help="Longest sequence, in tokens."),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,13 +33,25 @@ def say(message: str) -> None:
 
 
 def print_json(data: Any) -> None:
-    json.dump(data, sys.stdout, indent=2, ensure_ascii=False)
-    sys.stdout.write("\n")
+    """One JSON document on stdout; what is not finite becomes null, as JSON knows no NaN."""
+    sys.stdout.write(json.dumps(_finite(data), indent=2, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """A table on stderr; the first column is text, the others are numbers."""
-    shown = Table(title=title or None, title_justify="left", title_style="bold", box=None)
+    if title:
+        # Not the table's own title, which wraps to the table's width.
+        console.print(Text(title, style="bold"), soft_wrap=True)
+    shown = Table(box=None)
     for position, name in enumerate(columns):
         shown.add_column(name, justify="right" if position else "left", no_wrap=position > 0)
     for row in rows:

@@ -2,205 +2,137 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any, get_args
 
 import typer
 
+from reap.artifacts.plan import Layout, Rounding
+from reap.artifacts.saliency import CRITERIA
 from reap.cli.options import Force, Json, Run
-
-if TYPE_CHECKING:
-    from reap.artifacts import Format, Plan
+from reap.planning.settings import TRUNKS, PlanSettings
 
 
 def plan(
+    ctx: typer.Context,
     budget: Annotated[
         str | None,
-        typer.Option(help="Memory the model must run in, e.g. 512GB or 96GiB.", show_default=False),
-    ] = None,
-    size: Annotated[
-        str | None,
-        typer.Option(help="Bytes of the loaded weights instead of a budget.", show_default=False),
-    ] = None,
-    recipe: Annotated[
-        str | None,
-        typer.Option(help="Take budget and precisions from a recipe.", show_default=False),
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(min=0, help="Tokens of state to hold.", show_default="8192")
-    ] = None,
-    reserve: Annotated[
-        float | None,
-        typer.Option(min=0, max=0.9, help="Share of the budget left free.", show_default="0.08"),
-    ] = None,
-    layout: Annotated[
-        str | None, typer.Option(help="auto, stock, per-layer or two-bank.", show_default="auto")
-    ] = None,
-    trunk: Annotated[
-        str | None,
         typer.Option(
-            help="Precision of everything else: source, 8bit, 6bit, 4bit.", show_default="source"
-        ),
-    ] = None,
-    high: Annotated[
-        str | None, typer.Option(help="High bank: source or a format.", show_default="source")
-    ] = None,
-    low: Annotated[
-        str | None, typer.Option(help="Low bank: 2bit, 3bit, 3bit-g64, …", show_default="2bit")
-    ] = None,
-    low_rounding: Annotated[
-        str | None,
-        typer.Option(
-            help="How experts get into the low bank: plain, search, weighted, feedback.",
-            show_default="as measured",
-        ),
-    ] = None,
-    min_experts: Annotated[
-        int | None,
-        typer.Option(min=1, help="Fewest experts in a layer.", show_default="4 × top_k"),
-    ] = None,
-    min_bank: Annotated[
-        int | None, typer.Option(min=1, help="Fewest experts in a bank.", show_default="1")
-    ] = None,
-    criterion: Annotated[
-        str | None,
-        typer.Option(help="What ranks the experts of a layer.", show_default="energy"),
-    ] = None,
-    plain: Annotated[
-        str | None,
-        typer.Option(
-            help="A plain recipe at the same bytes instead: random, low, or a criterion.",
+            metavar="SIZE",
+            help="Memory the model must run in, e.g. 512GB or 96GiB.",
             show_default=False,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of --plain random.")] = 0,
+    size: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Bytes of the loaded weights, not a budget.", show_default=False
+        ),
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RECIPE",
+            help="A shipped recipe or a YAML file whose choices to take.",
+            show_default=False,
+        ),
+    ] = None,
+    context: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Tokens of state to hold.")
+    ] = PlanSettings.context,
+    reserve: Annotated[
+        float, typer.Option(metavar="SHARE", min=0, max=0.9, help="Part of the budget left free.")
+    ] = PlanSettings.reserve,
+    layout: Annotated[
+        str, typer.Option(metavar="NAME", help=f"auto, {', '.join(get_args(Layout))}.")
+    ] = PlanSettings.layout,
+    trunk: Annotated[
+        str,
+        typer.Option(metavar="FORMAT", help=f"Everything but experts: {', '.join(TRUNKS)}."),
+    ] = PlanSettings.trunk,
+    high: Annotated[
+        str, typer.Option(metavar="FORMAT", help="High bank: source, or e.g. mxfp4, 4bit-g64.")
+    ] = PlanSettings.high,
+    low: Annotated[
+        str, typer.Option(metavar="FORMAT", help="Low bank: e.g. 2bit, 3bit, 3bit-g64.")
+    ] = PlanSettings.low,
+    low_rounding: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"How experts get into it: {', '.join(get_args(Rounding))}; default: as measured.",
+            show_default=False,
+        ),
+    ] = PlanSettings.low_rounding,
+    min_experts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Fewest experts in a layer; default: four times as many as a token uses.",
+            show_default=False,
+        ),
+    ] = PlanSettings.min_experts,
+    min_bank: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Fewest experts in a bank that is not empty.")
+    ] = PlanSettings.min_bank,
+    criterion: Annotated[
+        str,
+        typer.Option(metavar="NAME", help=f"Ranks a layer's experts: {', '.join(CRITERIA)}."),
+    ] = PlanSettings.criterion,
+    plain: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A plain recipe at the same bytes to compare with: random, low, two-bank or a "
+            "criterion.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of --plain random.")] = 0,
     saliency: Annotated[
-        Path | None, typer.Option(help="Saliency file; default: the run's.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Saliency file; default: the run's.", show_default=False),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Plan file; default: the run's.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Plan file; default: the run's.", show_default=False),
     ] = None,
     run: Run = None,
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Decide under a byte budget which experts stay: writes plan.json."""
-    from reap import __version__
-    from reap.artifacts import Provenance, Saliency
-    from reap.artifacts.files import refuse_existing, sha256
+    """Decide under a byte budget which experts stay."""
+    from reap.cli import show, stages
     from reap.cli.output import print_json, say
-    from reap.cli.rundir import RunDirectory, command_line
-    from reap.planning import PlanSettings, make_plan, parse_size, plain_plan
+    from reap.cli.rundir import RunDirectory
 
-    source = saliency or RunDirectory.newest(run).saliency
-    target = out or (source.parent / "plan.json" if run is None else run / "plan.json")
-    given = {
-        "budget": parse_size(budget) if budget else None,
-        "size": parse_size(size) if size else None,
-        "context": context,
-        "reserve": reserve,
-        "layout": layout,
-        "trunk": trunk,
-        "high": high,
-        "low": low,
-        "low_rounding": low_rounding,
-        "min_experts": min_experts,
-        "min_bank": min_bank,
-        "criterion": criterion,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    if recipe is not None:
-        from reap.recipes import load_recipe
-
-        given = load_recipe(recipe).plan | given
-        if budget:
-            given.pop("size", None)
-        elif size:
-            given.pop("budget", None)
-    settings = PlanSettings(**given)
-    refuse_existing(target, force)
-    measured = Saliency.load(source)
-    provenance = Provenance(
-        reap_version=__version__,
-        command=command_line(),
-        model=measured.spec.model,
-        revision=measured.spec.revision,
-        config_sha256=measured.spec.config_sha256,
-        inputs={"saliency": sha256(source)},
-        corpora=measured.provenance.corpora,
+    settings = _settings(ctx, recipe)
+    directory = RunDirectory.find(run, saliency)
+    target = out or directory.plan
+    made = stages.plan(
+        saliency or directory.saliency, settings, target, plain=plain, seed=seed, force=force
     )
-    if plain is None:
-        made = make_plan(measured, settings, provenance=provenance)
-    else:
-        made = plain_plan(measured, settings, recipe=plain, seed=seed, provenance=provenance)
-    made.save(target, force=force)
     if json:
-        print_json(summary(made) | {"plan": str(target)})
-    show(made)
+        print_json({"plan": str(target)} | show.plan_figures(made))
+    show.show_plan(made)
     say(f"Wrote {target}")
 
 
-def parse_format(text: str) -> Format:
-    """Raises ReapError for what is not a format."""
-    from reap.artifacts import Format
-    from reap.errors import ReapError
+def _settings(ctx: typer.Context, recipe: str | None) -> PlanSettings:
+    """What was typed goes before the recipe, the recipe before the defaults."""
+    from reap.planning import parse_size
+    from reap.recipes import load_recipe
 
-    try:
-        return Format.parse(text)
-    except ValueError as error:
-        raise ReapError(f"{error}.", "e.g. 2bit, 3bit-g64, 8bit, mxfp4") from None
-
-
-def summary(plan: Plan) -> dict[str, object]:
-    """The plan's figures for --json."""
-    water = plan.waterfall
-    return {
-        "layout": plan.layout,
-        "kept": sum(plan.expert_counts),
-        "of": plan.num_experts * len(plan.layers),
-        "high": sum(layer.high for layer in plan.layers),
-        "bytes": {**vars(water), "weights": water.weights, "slack": water.slack},
-        "damage": plan.damage,
-        "lower_bound": plan.lower_bound,
-        "alternatives": plan.alternatives,
-    }
-
-
-def show(plan: Plan) -> None:
-    """The byte waterfall and the counts, as tables on stderr."""
-    from reap.cli.output import say, table
-    from reap.planning import format_size
-
-    water = plan.waterfall
-
-    def line(name: str, value: int, sign: str = "") -> list[str]:
-        share = f"{100 * value / water.budget:.1f} %" if water.budget else ""
-        return [name, f"{sign}{value:,}", format_size(value), share]
-
-    by_size = not water.reserve and not water.state
-    high = "/".join(dict.fromkeys(f.label for f in plan.high.values()))
-    low = "/".join(dict.fromkeys(f.label for f in plan.low.values()))
-    rows = [
-        line("size of the weights" if by_size else "budget", water.budget),
-        line("trunk", water.trunk, "-"),
-        line("routers", water.router, "-"),
-        line(f"experts, high bank ({high})", water.high, "-"),
-        line(f"experts, low bank ({low})", water.low, "-"),
-    ]
-    if not by_size:
-        rows += [
-            line(f"state of {water.context:,} tokens", water.state, "-"),
-            line("reserve", water.reserve, "-"),
-        ]
-    rows.append(line("slack", water.slack))
-    table("Bytes", ["", "bytes", "", "share"], rows)
-    kept = [len(layer.kept) for layer in plan.layers]
-    highs = [layer.high for layer in plan.layers]
-    say(
-        f"{plan.layout}: {sum(kept):,} of {plan.num_experts * len(kept):,} experts kept, "
-        f"{sum(highs):,} high and {sum(kept) - sum(highs):,} low; "
-        f"{min(kept)}-{max(kept)} in a layer."
-    )
-    say(f"Predicted damage {plan.damage:.4g}, lower bound {plan.lower_bound:.4g}.")
-    for name, damage in plan.alternatives.items():
-        say(f"  {name}: {damage:.4g}")
+    typed: dict[str, Any] = {}
+    for name in (field.name for field in fields(PlanSettings)):
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            value = ctx.params[name]
+            typed[name] = parse_size(value) if name in ("budget", "size") else value
+    chosen = dict(load_recipe(recipe).plan) if recipe else {}
+    if "budget" in typed or "size" in typed:
+        chosen.pop("budget", None)
+        chosen.pop("size", None)
+    return PlanSettings(**(chosen | typed))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,9 +42,14 @@ class RunDirectory:
     def _settings(self) -> Path:
         return self.path / "run.json"
 
+    @property
+    def started(self) -> bool:
+        """Whether this is a run and not just a directory."""
+        return self._settings.exists()
+
     def start(self, model: str) -> None:
         """Remember where the model is, as an absolute path if it is a local directory."""
-        local = Path(model).expanduser()
+        local = _expanded(model)
         where = str(local.resolve()) if local.exists() else model
         write_json(self._settings, {"model": where}, force=True)
 
@@ -55,27 +58,40 @@ class RunDirectory:
         """Raises ReapError if the run does not know its model."""
         try:
             return str(json.loads(self._settings.read_text(encoding="utf-8"))["model"])
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             raise ReapError(
-                f"{self.path} does not say which model it belongs to.", "pass --model"
+                f"{self.path} does not say which model it belongs to.",
+                "name the model: --model for `reap export`, --reference for `reap evaluate`",
             ) from None
 
     @classmethod
     def for_model(cls, model: str, override: Path | None) -> RunDirectory:
         """runs/<model-name>, or `override`."""
-        return cls(override or RUNS / Path(model).expanduser().resolve().name)
+        name = _expanded(model).resolve().name
+        return cls(override or RUNS / name)
 
     @classmethod
-    def newest(cls, override: Path | None) -> RunDirectory:
-        """The run whose calibration is newest, or `override`. Raises ReapError if there is none."""
+    def find(cls, override: Path | None, *given: Path | None) -> RunDirectory:
+        """`override`, or where the first file that is given lies, or the newest run.
+
+        The newest run is the one whose calibration is newest. Raises ReapError if there is none.
+        """
         if override is not None:
             return cls(override)
+        for file in given:
+            if file is not None:
+                return cls(file.parent)
         files = sorted(RUNS.glob("*/saliency.safetensors"), key=lambda file: file.stat().st_mtime)
         if not files:
-            raise ReapError("there is no run below runs/.", "run `reap calibrate MODEL` first")
+            raise ReapError(
+                "there is no run below runs/.",
+                "run `reap calibrate MODEL` first, or name a run with --run",
+            )
         return cls(files[-1].parent)
 
 
-def command_line() -> str:
-    """The command as it was typed, for the provenance."""
-    return shlex.join(["reap", *sys.argv[1:]])
+def _expanded(model: str) -> Path:
+    try:
+        return Path(model).expanduser()
+    except RuntimeError as error:
+        raise ReapError(f"{model}: {error}", "write the path without ~") from None

@@ -1,5 +1,5 @@
 """Evaluation: a checkpoint and text in, perplexity and divergence from a reference out."""
 
-from reap.evaluate.evaluate import EvaluationSettings, evaluate
+from reap.evaluate.evaluate import EvaluationSettings, evaluate, evaluate_all
 
-__all__ = ["EvaluationSettings", "evaluate"]
+__all__ = ["EvaluationSettings", "evaluate", "evaluate_all"]

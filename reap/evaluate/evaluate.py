@@ -7,7 +7,7 @@ hidden states of both are held until their logits are compared, batch by batch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
@@ -20,7 +20,15 @@ from reap.errors import ReapError
 from reap.models.divergence import kl_divergence, log_probabilities
 from reap.models.source import SourceModel
 from reap.models.stream import LayerStream
-from reap.models.text import Batch, TextSet, batches, corpora, load_tokenizer, sequences
+from reap.models.text import (
+    Batch,
+    TextSet,
+    batches,
+    check_length,
+    corpora,
+    load_tokenizer,
+    sequences,
+)
 from reap.progress import Progress, silent
 
 QUANTILES = (0, 1, 5, 10, 50, 90, 95, 99, 99.9, 100)
@@ -50,64 +58,108 @@ def evaluate(
 
     Raises ReapError if the two do not share a vocabulary or a logit is not finite.
     """
-    if reference is not None and reference.vocabulary != checkpoint.vocabulary:
-        raise ReapError(
-            f"{checkpoint.checkpoint.name} has {checkpoint.vocabulary} tokens, the reference "
-            f"{reference.checkpoint.name} {reference.vocabulary}: they cannot be compared."
-        )
-    tokenizer = load_tokenizer(checkpoint.checkpoint.path, trust_remote_code=trust_remote_code)
+    return evaluate_all(
+        {label or _label(checkpoint): checkpoint},
+        texts,
+        settings,
+        reference=reference,
+        command=command,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+    )[0]
+
+
+def evaluate_all(
+    checkpoints: Mapping[str, SourceModel],
+    texts: Sequence[TextSet],
+    settings: EvaluationSettings,
+    *,
+    reference: SourceModel | None = None,
+    command: str = "",
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> list[Evaluation]:
+    """`evaluate` for several checkpoints by label, with one pass of the reference for all."""
+    models = [*checkpoints.values(), *([] if reference is None else [reference])]
+    first = models[0]
+    for other in models[1:]:
+        if other.vocabulary != first.vocabulary:
+            raise ReapError(
+                f"{first.checkpoint.name} has {first.vocabulary} tokens, "
+                f"{other.checkpoint.name} {other.vocabulary}: they cannot be compared."
+            )
+    tokens_per_call = min(model.tokens_per_call for model in models)
+    check_length(settings.sequence_length, tokens_per_call)
+    tokenizer = load_tokenizer(first.checkpoint.path, trust_remote_code=trust_remote_code)
     parts = sequences(
         texts,
         tokenizer,
         sequence_length=settings.sequence_length,
         tokens=settings.tokens,
-        vocab_size=checkpoint.vocabulary,
+        vocab_size=first.vocabulary,
     )
-    made = batches(parts, tokens_per_batch=settings.batch_tokens)
-    models = [checkpoint] if reference is None else [checkpoint, reference]
-    sums: dict[tuple[int, int], _Sums] = defaultdict(_Sums)
-    divergences: list[np.ndarray] = []
+    made = batches(parts, tokens_per_batch=min(settings.batch_tokens, tokens_per_call))
+    scored = [_Scored() for _ in checkpoints]
     for batch, logits in zip(made, _logits(models, made, progress)):
-        scores = _score(batch, *logits)
-        if "kl" in scores:
-            divergences.append(scores["kl"][batch.mask[:, 1:]])
-        for row, document in enumerate(batch.documents):
-            sums[batch.domain, document].add(scores, row, int(batch.lengths[row]) - 1)
-    quantiles: dict[str, float] = {}
-    if divergences:
-        values = np.percentile(np.concatenate(divergences), QUANTILES)
-        quantiles = {f"{q:g}": float(v) for q, v in zip(QUANTILES, values)}
-    identity = checkpoint.checkpoint
+        base = None if reference is None else logits[-1]
+        for mine, own in zip(scored, logits):
+            mine.add(batch, _score(batch, own, base))
     inputs = {text.source: text.sha256 for text in texts}
     if reference is not None:
         inputs["reference config.json"] = reference.checkpoint.config_sha256
-    experts, base_experts = (
-        _expert_bytes(models[0]),
-        _expert_bytes(models[-1]),
-    )
-    return Evaluation(
-        provenance=Provenance(
-            reap_version=__version__,
-            command=command,
-            model=identity.name,
-            revision=identity.revision,
-            config_sha256=identity.config_sha256,
-            inputs=inputs,
-            corpora=corpora(texts, parts),
-        ),
-        checkpoint=str(identity.path),
-        reference=None if reference is None else reference.checkpoint.name,
-        label=label or identity.name,
-        sequence_length=settings.sequence_length,
-        weight_bytes=_loaded_bytes(checkpoint),
-        expert_bytes=experts,
-        base_expert_bytes=base_experts,
-        documents=tuple(
-            DocumentScore(domain=texts[domain].domain, **asdict(sums[domain, document]))
-            for domain, document in sorted(sums)
-        ),
-        kl_quantiles=quantiles,
-    )
+    return [
+        Evaluation(
+            provenance=Provenance(
+                reap_version=__version__,
+                command=command,
+                model=model.checkpoint.name,
+                revision=model.checkpoint.revision,
+                config_sha256=model.checkpoint.config_sha256,
+                inputs=inputs | _plan_input(model),
+                corpora=corpora(texts, parts),
+                settings=asdict(settings),
+            ),
+            checkpoint=model.checkpoint.name,
+            reference=None if reference is None else reference.checkpoint.name,
+            label=label,
+            sequence_length=settings.sequence_length,
+            weight_bytes=_loaded_bytes(model),
+            expert_bytes=_expert_bytes(model),
+            base_expert_bytes=_expert_bytes(reference or model),
+            documents=tuple(
+                DocumentScore(domain=texts[domain].domain, **asdict(mine.sums[domain, document]))
+                for domain, document in sorted(mine.sums)
+            ),
+            kl_quantiles=mine.quantiles(),
+        )
+        for (label, model), mine in zip(checkpoints.items(), scored)
+    ]
+
+
+def _plan_input(model: SourceModel) -> dict[str, str]:
+    plan = model.config.get("reap", {}).get("plan_sha256")
+    return {"plan": plan} if plan else {}
+
+
+class _Scored:
+    """What one checkpoint scored so far."""
+
+    def __init__(self) -> None:
+        self.sums: dict[tuple[int, int], _Sums] = defaultdict(_Sums)
+        self._divergences: list[np.ndarray] = []
+
+    def add(self, batch: Batch, scores: dict[str, np.ndarray]) -> None:
+        if "kl" in scores:
+            self._divergences.append(scores["kl"][batch.mask[:, 1:]])
+        for row, document in enumerate(batch.documents):
+            self.sums[batch.domain, document].add(scores, row, int(batch.lengths[row]) - 1)
+
+    def quantiles(self) -> dict[str, float]:
+        """Of the divergence of single tokens, in nats by percentage; empty without reference."""
+        if not self._divergences:
+            return {}
+        values = np.percentile(np.concatenate(self._divergences), QUANTILES)
+        return {f"{q:g}": float(v) for q, v in zip(QUANTILES, values)}
 
 
 @dataclass
@@ -146,9 +198,7 @@ def _logits(
         streams = []
         for model in models:
             model.load_trunk()
-            streams.append(
-                stack.enter_context(LayerStream(model.model, model.layers, tokens))
-            )
+            streams.append(stack.enter_context(LayerStream(model.model, model.layers, tokens)))
         for index in range(depth):
             for model, stream in zip(models, streams):
                 if index >= len(model.layers):
@@ -164,9 +214,7 @@ def _logits(
             yield [log_probabilities(stream.finish(position)) for stream in streams]
 
 
-def _score(
-    batch: Batch, log_p: mx.array, base: mx.array | None = None
-) -> dict[str, np.ndarray]:
+def _score(batch: Batch, log_p: mx.array, base: mx.array | None = None) -> dict[str, np.ndarray]:
     """Figures of each predicted position, float64 [sequences, tokens - 1]."""
     targets = batch.tokens[:, 1:, None]
     # The last position of a sequence predicts nothing that is known.
@@ -197,17 +245,20 @@ def _score(
 
 
 def _loaded_bytes(model: SourceModel) -> int:
-    carried = sum(model.checkpoint.tensors[name].nbytes for name in model.carried_names())
-    return model.checkpoint.nbytes - carried
+    return sum(model.checkpoint.tensors[name].nbytes for name in model.loaded_names())
 
 
 def _expert_bytes(model: SourceModel) -> int:
     """Bytes of routed experts, whether the checkpoint stores them apart or stacked."""
-    stacked = tuple(
-        f"{model.layer_prefix(i)}.{model.family.experts}." for i in model.moe_layers
-    )
+    stacked = tuple(f"{model.layer_prefix(i)}.{model.family.experts}." for i in model.moe_layers)
     return sum(
-        info.nbytes
-        for name, info in model.checkpoint.tensors.items()
+        model.checkpoint.tensors[name].nbytes
+        for name in model.loaded_names()
         if name.startswith(stacked) or model.family.source_expert.fullmatch(name)
     )
+
+
+def _label(model: SourceModel) -> str:
+    """A checkpoint that reap wrote is named by its source and layout, not by its directory."""
+    made = model.config.get("reap")
+    return f"{made['source']}, {made['layout']}" if made else model.checkpoint.name

@@ -115,5 +115,8 @@ def _measured(evaluation: Evaluation) -> list[str]:
     if compared:
         kl = evaluation.mean_kl
         lines += ["", f"Mean KL over the domains: {kl.value:.4f} ± {kl.error:.4f} nats."]
-    lines += ["", f"Sequences of {evaluation.sequence_length} tokens; errors clustered by document."]
+    lines += [
+        "",
+        f"Sequences of {evaluation.sequence_length} tokens; errors clustered by document.",
+    ]
     return lines

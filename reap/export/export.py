@@ -10,14 +10,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from reap.artifacts import Format, LayerPlan, ModelSpec, Plan
+from reap.artifacts import LayerPlan, ModelSpec, Plan
 from reap.artifacts.files import refuse_existing, sha256, written_whole
 from reap.errors import ReapError
 from reap.export.card import model_card
 from reap.export.low_bank import LowBank
 from reap.export.verify import verify
 from reap.export.writer import ShardWriter
-from reap.models.quantize import quantized, requantized
+from reap.models.quantize import dequantized, quantized, requantized
 from reap.models.source import RUNTIME, SourceModel
 from reap.progress import Progress, silent
 
@@ -48,16 +48,18 @@ def export(
     """Write `plan` applied to `source` as a checkpoint directory `out`.
 
     The directory appears only when everything is written and has been loaded again and checked.
-    `saliency`: the file the plan was made from; only needed if the low bank's rounding is weighted.
+    `saliency`: the file the plan was made from; only read if the plan has a low bank whose rounding
+    is weighted or with feedback.
     Raises ReapError if plan and model do not belong together, the disk is too small or a check
     fails.
     """
     refuse_existing(out, force)
-    check_plan(source, plan)
-    low_bank = LowBank(plan, saliency)
+    _check_target(out, source.checkpoint.path, plan_file)
     spec = source.spec()
-    need = plan.waterfall.weights + plan.waterfall.carried
-    _check_space(out, need)
+    check_plan(source, plan, spec)
+    low_bank = LowBank(plan, saliency)
+    config = checkpoint_config(source, plan, spec, plan_file)
+    _check_space(out, plan.waterfall.weights + plan.waterfall.carried)
     with written_whole(out, force=force) as partial:
         partial.mkdir()
         writer = ShardWriter(partial)
@@ -69,11 +71,10 @@ def export(
             mx.clear_cache()
         progress("writing the rest", len(source.layers), total)
         trunk = source.trunk_weights()
-        writer.add(_with_formats(trunk, "", plan.trunk))
+        writer.add(_with_formats(trunk, plan, spec))
         writer.add(source.checkpoint.load(source.carried_names()))
         writer.close()
         _copy_files(source.checkpoint.path, partial)
-        config = checkpoint_config(source, plan, spec, plan_file)
         if "model_file" in config:
             shutil.copyfile(RUNTIME, partial / RUNTIME.name)
         (partial / "README.md").write_text(model_card(plan, spec), encoding="utf-8")
@@ -91,8 +92,8 @@ def export(
         return ExportResult(out, writer.total_bytes, loaded, tensors)
 
 
-def check_plan(source: SourceModel, plan: Plan) -> None:
-    """Raise ReapError unless `plan` was made for exactly this model."""
+def check_plan(source: SourceModel, plan: Plan, spec: ModelSpec) -> None:
+    """Raise ReapError unless `plan` was made for exactly this model and the model can have it."""
     made_for = plan.provenance
     checkpoint = source.checkpoint
     if made_for.config_sha256 != checkpoint.config_sha256:
@@ -101,11 +102,103 @@ def check_plan(source: SourceModel, plan: Plan) -> None:
             f"not for {checkpoint.name} ({checkpoint.config_sha256[:12]}).",
             "calibrate and plan this model, or give the model the plan was made for",
         )
+    if plan.num_experts != spec.num_experts:
+        raise ReapError(
+            f"the plan is for {plan.num_experts} experts, {checkpoint.name} has "
+            f"{spec.num_experts} experts."
+        )
     layers = [layer.layer for layer in plan.layers]
     if layers != source.moe_layers:
         raise ReapError(
             f"the plan has MoE layers {layers}, {checkpoint.name} has {source.moe_layers}."
         )
+    for layer in plan.layers:
+        _check_layer(spec, layer)
+    _check_formats(spec, plan)
+    _check_bytes(spec, plan)
+
+
+def _check_layer(spec: ModelSpec, layer: LayerPlan) -> None:
+    """The kept experts of a layer against what its router can choose from."""
+    count, groups = len(layer.kept), spec.n_group
+    if count < spec.min_experts:
+        raise ReapError(
+            f"layer {layer.layer} keeps {count} experts, its router needs {spec.min_experts}."
+        )
+    if groups == 1:
+        return
+    if layer.split:
+        raise ReapError(
+            f"layer {layer.layer} has two banks, but its router has {groups} groups of experts, "
+            "which must stay together."
+        )
+    # mlx-lm's routers take a group to be the next of equal parts of the rows.
+    size, share = spec.num_experts // groups, count // groups
+    if [e // size for e in layer.kept] != [g for g in range(groups) for _ in range(share)]:
+        raise ReapError(
+            f"layer {layer.layer} must keep the same number of experts of each of the router's "
+            f"{groups} groups, and list them group after group."
+        )
+
+
+def _check_formats(spec: ModelSpec, plan: Plan) -> None:
+    """Every format against the matrix it is for, and the floor of the routers' precision."""
+    matrices = {module.path: module for module in spec.modules if module.elements}
+    for path, format in plan.trunk.items():
+        module = matrices.get(path)
+        if module is None:
+            raise ReapError(f"the plan stores {path} as {format.label}: there is no such matrix.")
+        if format.mode == "dense" or not module.accepts(format):
+            raise ReapError(f"{path} ({module.width} columns) cannot be stored as {format.label}.")
+        if module.role == "router" and format.bits < 8:
+            raise ReapError(f"{path} is a router, which needs at least 8 bits, not {format.label}.")
+    for layer, moe in zip(plan.layers, spec.moe_layers):
+        for name, used, bank in (("high", layer.high, plan.high), ("low", layer.low, plan.low)):
+            projections = {projection.name: projection for projection in moe.projections}
+            if used and bank.keys() != projections.keys():
+                raise ReapError(
+                    f"the {name} bank has formats for {', '.join(sorted(bank)) or 'nothing'}; "
+                    f"the experts have {', '.join(sorted(projections))}."
+                )
+            for part, format in bank.items() if used else ():
+                columns = projections[part].columns
+                if format != projections[part].format and (
+                    format.mode == "dense" or columns % format.group_size
+                ):
+                    raise ReapError(
+                        f"{moe.experts}.{part} ({columns} columns, "
+                        f"{projections[part].format.label}) cannot be stored as {format.label}."
+                    )
+
+
+def _check_bytes(spec: ModelSpec, plan: Plan) -> None:
+    """The plan's bytes against its layers, so that an edited plan fails before the writing."""
+    pairs = list(zip(plan.layers, spec.moe_layers))
+    found = {
+        "trunk": spec.trunk_bytes(plan.trunk),
+        "router": sum(len(p.kept) * spec.router_row_bytes(moe, plan.trunk) for p, moe in pairs),
+        "high": sum(p.high * spec.expert_bytes(moe, plan.high) for p, moe in pairs),
+        "low": sum(p.low * spec.expert_bytes(moe, plan.low) for p, moe in pairs),
+        "carried": spec.carried_bytes,
+    }
+    for name, size in found.items():
+        planned = getattr(plan.waterfall, name)
+        if planned != size:
+            raise ReapError(
+                f"the plan's waterfall has {planned:,} bytes for {name}, its layers come to "
+                f"{size:,}.",
+                f"after editing a plan, set waterfall.{name} to {size}",
+            )
+
+
+def _check_target(out: Path, source: Path, plan_file: Path) -> None:
+    """Keep --force from replacing anything but an earlier checkpoint."""
+    target = out.resolve()
+    for kind, path in (("source model", source.resolve()), ("plan", plan_file.resolve())):
+        if path.is_relative_to(target):
+            raise ReapError(f"{out} holds the {kind}: it is not overwritten.", "name another --out")
+    if out.is_dir() and any(out.iterdir()) and not (out / "config.json").exists():
+        raise ReapError(f"{out} is not a checkpoint: it is not overwritten.", "name another --out")
 
 
 def _check_space(out: Path, need: int) -> None:
@@ -127,7 +220,7 @@ def _layer_tensors(
     prefix = source.layer_prefix(index)
     experts = f"{source.family.experts}."
     tensors = {n: a for n, a in weights.items() if layer is None or not n.startswith(experts)}
-    out = _with_formats({f"{prefix}.{n}": a for n, a in tensors.items()}, prefix, plan.trunk)
+    out = _with_formats({f"{prefix}.{n}": a for n, a in tensors.items()}, plan, spec)
     if layer is not None:
         stacked = {n.removeprefix(experts): a for n, a in weights.items() if n.startswith(experts)}
         out |= _expert_tensors(stacked, layer, plan, spec, low_bank)
@@ -163,18 +256,20 @@ def _expert_tensors(
     return out
 
 
-def _with_formats(
-    tensors: dict[str, mx.array], prefix: str, formats: dict[str, Format]
-) -> dict[str, mx.array]:
-    """Quantize the matrices whose module path has a format; the rest stays as it is."""
+def _with_formats(tensors: dict[str, mx.array], plan: Plan, spec: ModelSpec) -> dict[str, mx.array]:
+    """Store the matrices outside the experts as planned; the rest stays as it is."""
     out = dict(tensors)
-    for path, format in formats.items():
-        if f"{path}.weight" not in out or not path.startswith(prefix):
+    stored = {module.path: module.format for module in spec.modules}
+    for path, format in plan.trunk.items():
+        if f"{path}.weight" not in out:
             continue
-        if f"{path}.scales" in out:
-            raise ReapError(f"{path} is quantized already; plan with --trunk source.")
-        weight = out.pop(f"{path}.weight")
-        out |= {f"{path}.{name}": array for name, array in quantized(weight, format).items()}
+        parts = {
+            leaf: out.pop(f"{path}.{leaf}")
+            for leaf in ("weight", "scales", "biases")
+            if f"{path}.{leaf}" in out
+        }
+        made = quantized(dequantized(parts, stored[path]), format)
+        out |= {f"{path}.{leaf}": array for leaf, array in made.items()}
     return out
 
 

@@ -42,10 +42,11 @@ class LowBank:
 
 
 def _moments(plan: Plan, saliency: Path | None) -> SecondMoments:
-    if saliency is None:
+    if saliency is None or not saliency.exists():
+        where = "" if saliency is None else f", but {saliency} does not exist"
         raise ReapError(
             "the plan rounds its low bank by what calibration saw, so export needs the saliency "
-            "file.",
+            f"file{where}.",
             "give it with --saliency, or plan with low_rounding search",
         )
     loaded = Saliency.load(saliency)

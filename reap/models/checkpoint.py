@@ -65,7 +65,7 @@ class Checkpoint:
             by_file[self.tensors[name].file].append(name)
         arrays: dict[str, mx.array] = {}
         for file, wanted in by_file.items():
-            shard = mx.load(str(self.path / file))
+            shard: Any = mx.load(str(self.path / file))
             arrays.update((name, shard[name]) for name in wanted)
         return arrays
 
@@ -82,14 +82,19 @@ def open_checkpoint(model: str) -> Checkpoint:
         raise CheckpointError(f"{path} has no config.json.", "give a model directory or hub id")
     try:
         config = json.loads(config_path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise CheckpointError(f"{config_path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{config_path} is not a JSON object.")
     name = path.resolve().name if Path(model).exists() else model
     return Checkpoint(path, name, revision, config, sha256(config_path), _tensors(path))
 
 
 def _locate(model: str) -> tuple[Path, str]:
-    path = Path(model).expanduser()
+    try:
+        path = Path(model).expanduser()
+    except RuntimeError as error:  # ~ of a user that does not exist
+        raise CheckpointError(f"{model} is not a directory: {error}") from None
     if path.is_dir():
         # The hub cache keeps a snapshot in a folder named by its commit.
         revision = path.resolve().name
@@ -114,13 +119,18 @@ def _locate(model: str) -> tuple[Path, str]:
 
 def _tensors(path: Path) -> dict[str, TensorInfo]:
     index_path = path / INDEX
+    weight_map: dict[str, str] = {}
     if index_path.exists():
-        weight_map: dict[str, str] = json.loads(index_path.read_text(encoding="utf-8"))[
-            "weight_map"
-        ]
-        files = sorted(set(weight_map.values()))
+        try:
+            weight_map = dict(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"])
+            files = sorted(set(weight_map.values()))
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{index_path} is damaged: {error!r}", "download that file again"
+            ) from None
+        if not files:
+            raise CheckpointError(f"{index_path} is damaged: it names no tensors.")
     else:
-        weight_map = {}
         files = sorted(file.name for file in path.glob("model*.safetensors"))
         if not files:
             raise CheckpointError(f"{path} has no safetensors files.")
@@ -148,25 +158,26 @@ def _read_header(path: Path, file: str) -> dict[str, TensorInfo]:
     with open(path / file, "rb") as shard:
         prefix = shard.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        try:
-            header = json.loads(shard.read(length)) if 8 + length <= size else None
-        except ValueError:
-            header = None
-    if not isinstance(header, dict):
+        content = shard.read(length) if 8 + length <= size else b""
+    try:
+        header = json.loads(content)
+        header.pop("__metadata__", None)
+        tensors = {
+            name: TensorInfo(
+                file, t["dtype"], tuple(t["shape"]), t["data_offsets"][1] - t["data_offsets"][0]
+            )
+            for name, t in header.items()
+        }
+        end = max((t["data_offsets"][1] for t in header.values()), default=0)
+    except (ValueError, AttributeError, TypeError, KeyError, IndexError):
         raise CheckpointError(
             f"{path / file} is truncated or not a safetensors file ({size:,} bytes).",
             "download that file again",
-        )
-    header.pop("__metadata__", None)
-    expected = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
+        ) from None
+    expected = 8 + length + end
     if size != expected:
         raise CheckpointError(
             f"{path / file} has {size:,} bytes, its header says {expected:,}: it is truncated.",
             "download that file again",
         )
-    return {
-        name: TensorInfo(
-            file, t["dtype"], tuple(t["shape"]), t["data_offsets"][1] - t["data_offsets"][0]
-        )
-        for name, t in header.items()
-    }
+    return tensors

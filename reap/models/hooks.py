@@ -21,11 +21,15 @@ def hooked(module: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call(lambda *a, **k: cls.__call__(self, *a, **k), *args, **kwargs)
 
-    module.__class__ = type(cls.__name__, (cls,), {"__call__": __call__})
+    subclass: Any = type(cls.__name__, (cls,), {"__call__": __call__})
+    module.__class__ = subclass
     try:
         yield
     finally:
         module.__class__ = cls
+        # A class lies in reference cycles. Without this, whatever `call` holds (a layer's experts
+        # in low bits) would stay in memory until Python looks for cycles.
+        del subclass.__call__
 
 
 def submodule(module: nn.Module, path: str) -> Any:

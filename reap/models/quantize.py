@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -37,9 +38,7 @@ def dequantized(arrays: dict[str, mx.array], format: Format) -> mx.array:
 
 def quantized(weight: mx.array, format: Format) -> dict[str, mx.array]:
     """`weight` [..., rows, columns] as MLX's arrays for `format`: weight, scales and biases."""
-    packed, scales, *biases = mx.quantize(
-        weight, format.group_size, format.bits, mode=format.mode
-    )
+    packed, scales, *biases = mx.quantize(weight, format.group_size, format.bits, mode=format.mode)
     arrays = {"weight": packed, "scales": scales}
     return arrays | ({"biases": biases[0]} if biases else {})
 
@@ -58,7 +57,9 @@ def requantized(
     if source == target:
         return {name: mx.contiguous(array) for name, array in arrays.items()}
     if target.mode == "dense":
-        raise ReapError(f"the source is {source.label}; storing it as {target.label} gains nothing.")
+        raise ReapError(
+            f"the source is {source.label}; storing it as {target.label} gains nothing."
+        )
     chunks: list[dict[str, mx.array]] = []
     for start in range(0, arrays["weight"].shape[0], _EXPERTS_AT_ONCE):
         part = {name: a[start : start + _EXPERTS_AT_ONCE] for name, a in arrays.items()}
@@ -72,17 +73,20 @@ def requantized(
 
 def requantized_experts(
     experts: nn.Module, target: Format, quantizer: Callable[[str], Quantizer] = lambda _: quantized
-) -> nn.Module:
+) -> Any:
     """A copy of a resident SwitchGLU or SwitchMLP whose projections are stored in `target`.
 
     `quantizer` gives the way to quantize a projection, by its name.
     """
-    copy = type(experts).__new__(type(experts))
+    cls: Any = type(experts)
+    copy = cls.__new__(cls)
     nn.Module.__init__(copy)
+    copy.__dict__.update(experts.__dict__)
     for name, part in experts.items():
         linear = "weight" in part
         copy[name] = _requantized_linear(part, target, quantizer(name)) if linear else part
-    return copy.eval()
+    copy.eval()
+    return copy
 
 
 def _requantized_linear(part: nn.Module, target: Format, quantize: Quantizer) -> nn.Module:

@@ -10,14 +10,14 @@ package on machines without ``reap``, so it imports nothing but mlx and mlx-lm.
 # No `from __future__ import annotations`: mlx-lm does not register this module in sys.modules,
 # and dataclasses look there to resolve annotations that are strings.
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlx_lm.utils import _get_classes
 
-Experts = SwitchGLU | SwitchMLP
+Experts: TypeAlias = SwitchGLU | SwitchMLP
 
 
 class TwoBankExperts(nn.Module):
@@ -66,7 +66,7 @@ class TwoBankExperts(nn.Module):
         flat = flat[order]
         tokens = order // indices.shape[-1]
         rows = x.reshape(-1, x.shape[-1])
-        boundary = mx.sum(flat < self.split).item()
+        boundary: Any = mx.sum(flat < self.split).item()
 
         outputs = []
         for bank, first, start, stop in (

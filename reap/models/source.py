@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -61,6 +62,10 @@ class SourceModel:
         if absent:
             raise CheckpointError(f"{checkpoint.path} has no tensors for layer {absent[0]}.")
         self.moe_layers = [i for i in range(len(self.layers)) if self._has_experts(i)]
+        if not self.moe_layers:
+            raise CheckpointError(
+                f"{checkpoint.name} is dense: none of its {len(self.layers)} layers has experts."
+            )
 
     def _classes(self, trust_remote_code: bool) -> tuple[Callable[..., nn.Module], Any]:
         model_file = self.config.get("model_file")
@@ -90,6 +95,12 @@ class SourceModel:
     def vocabulary(self) -> int:
         """Rows of the embedding matrix."""
         return int(self._args().vocab_size)
+
+    @property
+    def tokens_per_call(self) -> int:
+        """Most tokens in one forward call: gather_qmm is wrong above 32,768 routed rows on some
+        GPUs (mlx issue 3856)."""
+        return 32_768 // self.top_k
 
     def groups(self) -> tuple[int, int]:
         """(router groups, groups a token may use)."""
@@ -147,6 +158,7 @@ class SourceModel:
         Experts that the source stores apart and that are not kept are never read.
         """
         names = self._names[index]
+        self._check_experts(index, names)
         if kept is None or index not in self.moe_layers:
             return self._sanitized(self.checkpoint.load(names), self.layer_prefix(index))
         position = {expert: slot for slot, expert in enumerate(kept)}
@@ -171,6 +183,31 @@ class SourceModel:
                 weights[name] = mx.contiguous(mx.take(array, take, axis=0))
         return weights
 
+    def _check_experts(self, index: int, names: Sequence[str]) -> None:
+        """Whether all experts that are stored apart are there and alike, by the headers."""
+        found: dict[tuple[str, str], dict[int, tuple[int, ...]]] = defaultdict(dict)
+        for name in names:
+            if match := self.family.source_expert.fullmatch(name):
+                shape = self.checkpoint.tensors[name].shape
+                found[match["head"], match["tail"]][int(match["expert"])] = shape
+        held = {expert for shapes in found.values() for expert in shapes}
+        if held and held != set(range(self.num_experts)):
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {self.layer_prefix(index)} has {len(held)} experts, "
+                f"config.json says {self.num_experts}."
+            )
+        for (head, tail), shapes in found.items():
+            usual = Counter(shapes.values()).most_common(1)[0][0]
+            for expert in sorted(held):
+                name = f"{head}{expert}{tail}"
+                if expert not in shapes:
+                    raise CheckpointError(f"{self.checkpoint.path} lacks {name}.")
+                if shapes[expert] != usual:
+                    raise CheckpointError(
+                        f"{self.checkpoint.path}: {name} has shape {shapes[expert]}, those of the "
+                        f"other experts have {usual}."
+                    )
+
     def _is_router(self, name: str) -> bool:
         """A router tensor, or the scales and biases of a quantized one; `name` from the layer."""
         stem, _, leaf = name.rpartition(".")
@@ -185,7 +222,13 @@ class SourceModel:
 
     def _sanitized(self, arrays: dict[str, mx.array], prefix: str) -> dict[str, mx.array]:
         if hasattr(self.model, "sanitize"):
-            arrays = self.model.sanitize(arrays)
+            try:
+                arrays = self.model.sanitize(arrays)
+            except (KeyError, ValueError) as error:
+                raise CheckpointError(
+                    f"{self.checkpoint.path}: {prefix or 'the part outside the layers'} does not "
+                    f"have the tensors that mlx-lm expects: {error}"
+                ) from error
         if not prefix:
             return arrays
         foreign = [name for name in arrays if not name.startswith(f"{prefix}.")]
@@ -201,8 +244,9 @@ class SourceModel:
             experts = f"{self.family.experts}."
             weights = {
                 name: a.astype(mx.float32)
-                if name.startswith(experts) and a.dtype in (mx.bfloat16, mx.float16) and
-                f"{name.rpartition('.')[0]}.scales" not in weights
+                if name.startswith(experts)
+                and a.dtype in (mx.bfloat16, mx.float16)
+                and f"{name.rpartition('.')[0]}.scales" not in weights
                 else a
                 for name, a in weights.items()
             }
@@ -220,26 +264,34 @@ class SourceModel:
 
         nn.quantize(module, class_predicate=predicate)
         module.eval()
-        if prefix:
-            self._check_complete(module, weights, prefix)
+        self._check_complete(module, weights, prefix)
         module.update(tree_unflatten(list(weights.items())))
 
     def _check_complete(self, module: nn.Module, weights: dict[str, mx.array], prefix: str) -> None:
         """Names and shapes against the module tree; load_weights(strict) would need all layers."""
-        wanted = dict(tree_flatten(module.parameters()))
-        shapes = self._shapes
+        start = f"{prefix}." if prefix else ""
+        inside: tuple[str, ...] = ()
+        if not prefix:
+            inside = tuple(f"{self.layer_prefix(i)}." for i in range(len(self.layers)))
+        wanted = {
+            f"{start}{name}": array
+            for name, array in tree_flatten(module.parameters())
+            if not name.startswith(inside)
+        }
+        # Of the first time: later the arrays of a released layer are empty.
         for name, array in wanted.items():
-            shapes.setdefault(f"{prefix}.{name}", array.shape)
-        missing = sorted(set(wanted) - set(weights))
-        extra = sorted(set(weights) - set(wanted))
+            self._shapes.setdefault(name, array.shape)
+        given = {f"{start}{name}": array for name, array in weights.items()}
+        missing = sorted(set(wanted) - set(given))
+        extra = sorted(set(given) - set(wanted))
         if missing or extra:
             what = f"lacks {missing[0]}" if missing else f"has an unexpected {extra[0]}"
-            raise CheckpointError(f"{self.checkpoint.path}: {prefix} {what}.")
-        for name, array in weights.items():
-            if array.shape != shapes[f"{prefix}.{name}"]:
+            raise CheckpointError(f"{self.checkpoint.path} {what}.")
+        for name, array in given.items():
+            if array.shape != self._shapes[name]:
                 raise CheckpointError(
-                    f"{self.checkpoint.path}: {prefix}.{name} has shape {array.shape}, the model "
-                    f"expects {shapes[f'{prefix}.{name}']}."
+                    f"{self.checkpoint.path}: {name} has shape {array.shape}, the model expects "
+                    f"{self._shapes[name]}."
                 )
 
     def release_layer(self, index: int) -> None:
@@ -248,26 +300,32 @@ class SourceModel:
         layer.update(tree_map(lambda _: mx.array([]), layer.parameters()))
         mx.clear_cache()
 
+    def loaded_names(self) -> list[str]:
+        """Tensors that the language model loads; not those of layers it does not have (MTP)."""
+        inside = (None, *range(len(self.layers)))
+        return [name for layer in inside for name in self._names.get(layer, ())]
+
     def carried_names(self) -> list[str]:
         """Tensors that the language model does not load and the export copies as they are."""
         return [n for n in self.checkpoint.tensors if n.startswith(self.family.carried)]
 
     def spec(self) -> ModelSpec:
         """Shapes, formats and bytes of everything; reads headers only."""
+        if self.config.get("model_file") == RUNTIME.name:
+            raise CheckpointError(
+                f"{self.checkpoint.path} is pruned already, with counts that differ by layer.",
+                f"start from its source, {self.config.get('reap', {}).get('source', 'unpruned')}",
+            )
         modules: list[ModuleSpec] = []
         moe_layers: list[MoeLayer] = []
         self.load_trunk()
         inside = tuple(f"{self.layer_prefix(i)}." for i in range(len(self.layers)))
-        modules += self._module_specs(
-            self.model, "", None, lambda path: f"{path}.".startswith(inside)
-        )
+        modules += self._module_specs(self.model, "", None, apart=inside)
         for index, layer in enumerate(self.layers):
             prefix = self.layer_prefix(index)
             self._place(layer, self.layer_weights(index), prefix)
             experts = f"{prefix}.{self.family.experts}"
-            modules += self._module_specs(
-                layer, prefix, index, lambda path, e=experts: f"{path}.".startswith(f"{e}.")
-            )
+            modules += self._module_specs(layer, prefix, index, apart=(f"{experts}.",))
             if index in self.moe_layers:
                 moe_layers.append(self._moe_layer(index, experts))
             self.release_layer(index)
@@ -280,9 +338,7 @@ class SourceModel:
             model_type=self.family.model_type,
             parameters=sum(m.elements for m in modules)
             + sum(
-                self.num_experts * p.rows * p.columns
-                for moe in moe_layers
-                for p in moe.projections
+                self.num_experts * p.rows * p.columns for moe in moe_layers for p in moe.projections
             ),
             num_layers=len(self.layers),
             num_experts=self.num_experts,
@@ -325,9 +381,12 @@ class SourceModel:
         )
 
     def _module_specs(
-        self, root: nn.Module, prefix: str, layer: int | None, skip: Callable[[str], bool]
+        self, root: nn.Module, prefix: str, layer: int | None, *, apart: tuple[str, ...]
     ) -> Iterator[ModuleSpec]:
-        """One spec per module that owns arrays, except router tensors that are loose arrays."""
+        """One spec per module that owns arrays, except router tensors that are loose arrays.
+
+        Modules below one of the paths `apart` are left out.
+        """
         keep_dense = getattr(self.model, "quant_predicate", None) or (lambda path, module: True)
         for name, module in root.named_modules():
             path = ".".join(part for part in (prefix, name) if part)
@@ -337,7 +396,7 @@ class SourceModel:
                 if isinstance(value, mx.array) and not key.startswith("_")
             }
             relative = [f"{name}.{key}" if name else key for key in arrays]
-            if skip(path) or not arrays:
+            if f"{path}.".startswith(apart) or not arrays:
                 continue
             matrix = _is_matrix(module)
             is_router = layer is not None and f"{name}.weight" in self.family.router

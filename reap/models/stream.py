@@ -176,7 +176,7 @@ def _parts(out: Any) -> tuple[Any, ...]:
 
 
 def _copied(arg: Any) -> Any:
-    """A plain object's own copy (its arrays are shared and never written to); others as they are."""
+    """A plain object's own copy; its arrays are shared, since none is ever written to."""
     return copy.copy(arg) if _is_plain_object(arg) else arg
 
 

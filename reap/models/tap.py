@@ -7,12 +7,15 @@ So the gate is what the block uses, whatever its router does.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from reap.errors import CalibrationError
+from reap.models.hooks import hooked
 
 Observer = Callable[[mx.array, mx.array, mx.array, mx.array], None]
 """observe(x [..., inputs], indices [..., K], weights [..., K], outputs [..., K, D])"""
@@ -21,47 +24,66 @@ Observer = Callable[[mx.array, mx.array, mx.array, mx.array], None]
 class _Unweighted:
     """The experts' outputs [..., K, D] until the block multiplies them by the router's weights."""
 
-    def __init__(self, outputs: mx.array, weighted: Callable[[mx.array], None]) -> None:
+    def __init__(self, outputs: mx.array, layer: int, weighted: Callable[[mx.array], None]) -> None:
         self._outputs = outputs
+        self._layer = layer
         self._weighted = weighted
         # Blocks read these, e.g. `(y * scores[..., None]).sum(axis=-2).astype(y.dtype)`.
         self.dtype = outputs.dtype
         self.shape = outputs.shape
         self.ndim = outputs.ndim
 
-    def __mul__(self, weights: mx.array) -> mx.array:
-        if weights.shape[-1] != 1 or weights.shape[:-1] != self.shape[:-1]:
-            raise CalibrationError(
-                f"the MoE block multiplies the experts' outputs {self.shape} by {weights.shape}, "
-                "which are not one weight per routed expert."
+    def __mul__(self, weights: Any) -> mx.array:
+        shape = getattr(weights, "shape", ())
+        if shape != (*self.shape[:-1], 1):
+            raise _unobserved(
+                self._layer,
+                f"multiplies the experts' outputs {self.shape} by {shape}, not by one weight for "
+                "each of them",
             )
         self._weighted(weights.squeeze(-1))
         return self._outputs * weights
 
-    __rmul__ = __mul__
-
     def __getattr__(self, name: str) -> Any:
-        raise CalibrationError(
-            f"the MoE block uses the experts' outputs ({name}) before weighting them, so their "
-            "router weights cannot be observed.",
-            "this architecture is not supported by reap",
-        )
+        raise _unobserved(self._layer, f"uses the experts' outputs ({name}) before weighting them")
 
 
 class ExpertTap:
-    """A hook for an experts module; see `hooked`. `replace` may compute other outputs instead."""
+    """Shows what the experts of one layer are used for.
+
+    `replace` may compute other outputs, which the block gets instead; observers see the real ones.
+    """
 
     def __init__(
         self,
+        layer: int,
         observe: Observer,
         *,
         replace: Callable[[mx.array, mx.array], mx.array] | None = None,
     ) -> None:
+        self._layer = layer
         self._observe = observe
         self._replace = replace
         self._pending = 0
 
-    def __call__(self, original: Any, x: mx.array, indices: mx.array) -> Any:
+    @contextmanager
+    def on(self, experts: nn.Module) -> Iterator[None]:
+        """Observe an experts module while the block runs.
+
+        Raises CalibrationError if its outputs were used without weights that could be seen.
+        """
+        try:
+            with hooked(experts, self._call):
+                yield
+        except (TypeError, ValueError, RuntimeError) as error:
+            # The stand-in is no array: MLX refuses it in ways of its own.
+            if self._pending:
+                raise _unobserved(self._layer, "does not multiply them in a known way") from error
+            raise
+        if self._pending:
+            raise _unobserved(self._layer, "never multiplies by them")
+
+    def _call(self, original: Any, x: mx.array, indices: mx.array) -> Any:
         outputs = original(x, indices)
 
         def weighted(weights: mx.array) -> None:
@@ -70,12 +92,11 @@ class ExpertTap:
 
         self._pending += 1
         shown = self._replace(x, indices) if self._replace else outputs
-        return _Unweighted(shown, weighted)
+        return _Unweighted(shown, self._layer, weighted)
 
-    def check(self, layer: int) -> None:
-        """Raise CalibrationError if outputs were used without a weight that could be seen."""
-        if self._pending:
-            raise CalibrationError(
-                f"the router's weights in layer {layer} could not be observed.",
-                "this architecture is not supported by reap",
-            )
+
+def _unobserved(layer: int, why: str) -> CalibrationError:
+    return CalibrationError(
+        f"the router's weights in layer {layer} cannot be observed: the MoE block {why}.",
+        "this architecture is not supported by reap",
+    )

@@ -91,7 +91,9 @@ def load_texts(names: Sequence[str], *, split: str) -> list[TextSet]:
     domains = [text.domain for text in texts]
     twice = {domain for domain in domains if domains.count(domain) > 1}
     if twice:
-        raise CalibrationError(f"two text sets are called {twice.pop()}.", "rename one of the files")
+        raise CalibrationError(
+            f"two text sets are called {twice.pop()}.", "rename one of the files"
+        )
     return texts
 
 
@@ -99,8 +101,11 @@ def _read(path: Path, domain: str, source: str) -> TextSet:
     try:
         raw = path.read_bytes()
         if path.suffix == ".jsonl":
-            lines = [line for line in raw.decode("utf-8").splitlines() if line.strip()]
+            # Not splitlines(): JSON strings may hold U+2028 and other marks that it takes for ends.
+            lines = [line for line in raw.decode("utf-8").split("\n") if line.strip()]
             documents = [json.loads(line)["text"] for line in lines]
+            if not all(isinstance(document, str) for document in documents):
+                raise TypeError("text is not a string")
         elif path.suffix == ".txt":
             documents = [raw.decode("utf-8")]
         else:
@@ -125,7 +130,11 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
 
     logging.set_verbosity_error()
     try:
-        return load(path, {"trust_remote_code": trust_remote_code})
+        tokenizer = load(path, {"trust_remote_code": trust_remote_code})
+        # Without files, transformers makes up an empty tokenizer for some architectures.
+        if not tokenizer.encode("text"):
+            raise ValueError("it gives no tokens; its files may be missing")
+        return tokenizer
     except (ValueError, OSError) as error:
         wants_code = "trust_remote_code" in str(error)
         raise CalibrationError(
@@ -166,9 +175,22 @@ def sequences(
                 left -= len(part)
                 if len(part) > 1:
                     found.append(TokenSequence(domain, document, tuple(part)))
-    if not found:
-        raise CalibrationError("the text has 0 tokens to work on.", "give more text or --tokens")
+        if not any(part.domain == domain for part in found):
+            raise CalibrationError(
+                f"{text.domain} has 0 tokens to work on: no sequence of two or more.",
+                "give more text or a larger --tokens",
+            )
     return found
+
+
+def check_length(sequence_length: int, tokens_per_call: int) -> None:
+    """Raise CalibrationError if one sequence is more than the experts take in one call."""
+    if sequence_length > tokens_per_call:
+        raise CalibrationError(
+            f"sequences of {sequence_length:,} tokens are too long: this model's experts take at "
+            f"most {tokens_per_call:,} tokens at a time.",
+            f"use --sequence-length {tokens_per_call} or less",
+        )
 
 
 def batches(parts: Sequence[TokenSequence], *, tokens_per_batch: int) -> list[Batch]:

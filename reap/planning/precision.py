@@ -8,30 +8,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reap.artifacts.plan import Bank
-from reap.artifacts.spec import Format, ModelSpec, ModuleSpec
+from reap.artifacts.spec import Format, ModelSpec, ModuleSpec, Projection
 from reap.errors import ReapError
 from reap.planning.settings import PlanSettings
 from reap.planning.size import format_size
 
 Ints = NDArray[np.int64]
 
+Mix = dict[Format, float]
+
 GROUPS = (128, 64, 32)
+
+DOWN = ("down_proj", "fc2")
+"""Names of the projection back to the model's width, in mlx-lm's SwitchGLU and SwitchMLP."""
 
 
 @dataclass(frozen=True)
 class Precision:
     """What a plan stores in which format, and what that weighs.
 
-    low is empty if the model has no smaller format to offer. high_format and low_format are what
-    the damage depends on: None means as in the source. Per MoE layer, int64 [L]: high_bytes and
-    low_bytes of one expert, router_bytes of its rows in the router. trunk_bytes: all the rest.
+    low is empty if the model has no smaller format to offer. high_mix and low_mix
+    are what the damage depends on: the share of each format in a bank's lossy matrices; nothing if
+    the bank is as in the source. Per MoE layer, int64 [L]: high_bytes and low_bytes of one expert,
+    router_bytes of its rows in the router. trunk_bytes: all the rest.
     """
 
     trunk: dict[str, Format]
     high: Bank
     low: Bank
-    high_format: Format | None
-    low_format: Format | None
+    high_mix: Mix
+    low_mix: Mix
     high_bytes: Ints
     low_bytes: Ints
     router_bytes: Ints
@@ -40,38 +46,44 @@ class Precision:
 
 def choose_precision(spec: ModelSpec, settings: PlanSettings) -> Precision:
     """Resolve the settings' formats; raises ReapError if they do not fit the model's shapes."""
-    source = source_bank(spec)
+    names = tuple(dict.fromkeys(p.name for layer in spec.moe_layers for p in layer.projections))
     trunk = trunk_formats(spec, settings.trunk)
-    source_bytes = _expert_bytes(spec, source)
-    high, high_format, high_bytes = source, None, source_bytes
-    if settings.high != "source":
-        chosen = _fitting(spec, "high", settings.high)
-        if chosen is None:
-            raise _no_group(spec, "high", Format.parse(settings.high))
-        bank = dict.fromkeys(source, chosen)
-        if bank != source:
-            high, high_format, high_bytes = bank, chosen, _expert_bytes(spec, bank)
-            _need_smaller("high", chosen, high_bytes, source_bytes, "the source")
-    low: Bank = {}
-    low_format = _fitting(spec, "low", settings.low)
-    low_bytes = np.zeros_like(high_bytes)
-    if low_format is not None:
-        low = dict.fromkeys(source, low_format)
-        low_bytes = _expert_bytes(spec, low)
-        if (low_bytes >= high_bytes).any():
-            if settings.low != PlanSettings.low:
-                _need_smaller("low", low_format, low_bytes, high_bytes, "the high bank")
-            low, low_format, low_bytes = {}, None, np.zeros_like(high_bytes)
-    elif settings.low != PlanSettings.low:
-        raise _no_group(spec, "low", Format.parse(settings.low))
+    if settings.high == "source":
+        high = source_bank(spec)
+    else:
+        high = _fitting(spec, "high", dict.fromkeys(names, settings.high)) or {}
+        if not high:
+            raise _no_group(spec, "high", names, Format.parse(settings.high))
+        _need_smaller(spec, "high", high, None, "the source")
+    wanted = dict.fromkeys(names, settings.low)
+    if settings.low_down is not None:
+        down = [name for name in names if name in DOWN]
+        if not down:
+            raise ReapError(
+                f"the experts of {spec.model_type} have no down projection: "
+                f"they have {', '.join(names)}.",
+                "leave --low-down out",
+            )
+        wanted |= dict.fromkeys(down, settings.low_down)
+    chosen = settings.low != PlanSettings.low or settings.low_down is not None
+    low = _fitting(spec, "low", wanted) or {}
+    if chosen:
+        for text in () if low else dict.fromkeys(wanted.values()):
+            part = tuple(name for name in names if wanted[name] == text)
+            if not _fitting(spec, "low", dict.fromkeys(part, text)):
+                raise _no_group(spec, "low", part, Format.parse(text))
+        _need_smaller(spec, "low", low, high, "the high bank")
+    elif not _smaller(spec, low, high):
+        low = {}
+    high_bytes = _expert_bytes(spec, high)
     return Precision(
         trunk=trunk,
         high=high,
         low=low,
-        high_format=high_format,
-        low_format=low_format,
+        high_mix=_mix(spec, high),
+        low_mix=_mix(spec, low),
         high_bytes=high_bytes,
-        low_bytes=low_bytes,
+        low_bytes=_expert_bytes(spec, low) if low else np.zeros_like(high_bytes),
         router_bytes=np.array(
             [spec.router_row_bytes(layer, trunk) for layer in spec.moe_layers], dtype=np.int64
         ),
@@ -119,28 +131,39 @@ def _fitting_module(module: ModuleSpec, wanted: Format) -> Format | None:
     return None
 
 
-def _fitting(spec: ModelSpec, bank: str, text: str) -> Format | None:
-    """The format for all expert matrices, None if no group size fits; explicit ones must fit."""
-    wanted = Format.parse(text)
-    explicit = wanted.mode != "affine" or "-g" in text.strip().lower().replace(" ", "-")
-    groups = (
-        (wanted.group_size,) if explicit else tuple(g for g in GROUPS if g <= wanted.group_size)
-    )
-    columns = [p.columns for layer in spec.moe_layers for p in layer.projections]
-    for group in groups:
-        if all(width % group == 0 for width in columns):
-            return replace(wanted, group_size=group)
-    if explicit:
-        raise _no_group(spec, bank, wanted)
-    return None
+def _fitting(spec: ModelSpec, bank: str, wanted: dict[str, str]) -> Bank | None:
+    """The bank with `wanted` formats by projection, None if no group size fits.
+
+    Projections of the same text share one group size. A group size that is written must fit.
+    """
+    formats: Bank = {}
+    for text in dict.fromkeys(wanted.values()):
+        names = tuple(name for name in wanted if wanted[name] == text)
+        format = Format.parse(text)
+        written = format.mode != "affine" or "-g" in text.strip().lower().replace(" ", "-")
+        groups = [g for g in GROUPS if g <= format.group_size]
+        if written:
+            groups = [format.group_size]
+        columns = [p.columns for p in _projections(spec, names)]
+        fits = [g for g in groups if all(width % g == 0 for width in columns)]
+        if not fits and written:
+            raise _no_group(spec, bank, names, format)
+        if not fits:
+            return None
+        formats |= dict.fromkeys(names, replace(format, group_size=fits[0]))
+    return {name: formats[name] for name in wanted}
 
 
-def _no_group(spec: ModelSpec, bank: str, wanted: Format) -> ReapError:
+def _projections(spec: ModelSpec, names: tuple[str, ...]) -> list[Projection]:
+    return [p for layer in spec.moe_layers for p in layer.projections if p.name in names]
+
+
+def _no_group(spec: ModelSpec, bank: str, names: tuple[str, ...], wanted: Format) -> ReapError:
     layer, projection = next(
         (layer, p)
         for layer in spec.moe_layers
         for p in layer.projections
-        if p.columns % wanted.group_size
+        if p.name in names and p.columns % wanted.group_size
     )
     return ReapError(
         f"{bank} precision {wanted.label} does not fit: {layer.experts}.{projection.name} has "
@@ -153,12 +176,35 @@ def _expert_bytes(spec: ModelSpec, bank: Bank) -> Ints:
     return np.array([spec.expert_bytes(layer, bank) for layer in spec.moe_layers], dtype=np.int64)
 
 
-def _need_smaller(bank: str, chosen: Format, sizes: Ints, limits: Ints, than: str) -> None:
-    too_large = np.flatnonzero(sizes >= limits)
-    if too_large.size:
-        size, limit = int(sizes[too_large[0]]), int(limits[too_large[0]])
-        raise ReapError(
-            f"{bank} precision {chosen.label} is lossy and not smaller than {than}: "
-            f"{format_size(size)} for an expert against {format_size(limit)}.",
-            f"choose fewer bits or leave --{bank} out",
-        )
+def _smaller(spec: ModelSpec, bank: Bank, than: Bank) -> bool:
+    return bool(bank) and all(
+        p.bytes(bank[p.name]) < p.bytes(than[p.name]) for p in _projections(spec, tuple(bank))
+    )
+
+
+def _need_smaller(spec: ModelSpec, bank: str, chosen: Bank, limits: Bank | None, than: str) -> None:
+    """A matrix that is lossy and not smaller would be wrong by any measure; limits None: source."""
+    for projection in _projections(spec, tuple(chosen)):
+        format = chosen[projection.name]
+        allowed = limits[projection.name] if limits else projection.format
+        size, limit = projection.bytes(format), projection.bytes(allowed)
+        if size >= limit and (format != allowed or chosen == limits):
+            raise ReapError(
+                f"{bank} precision {format.label} is lossy and not smaller than {than}: "
+                f"{format_size(size)} for an expert's {projection.name} against "
+                f"{format_size(limit)}.",
+                f"choose fewer bits or leave --{bank} out",
+            )
+
+
+def _mix(spec: ModelSpec, bank: Bank) -> Mix:
+    """Shares of the matrices of an expert that `bank` does not store as the source does."""
+    same = {
+        name: all(p.format == format for p in _projections(spec, (name,)))
+        for name, format in bank.items()
+    }
+    mix: Mix = {}
+    for name, format in bank.items():
+        if not same[name]:
+            mix[format] = mix.get(format, 0.0) + 1 / len(bank)
+    return mix

@@ -23,6 +23,13 @@ MAX_OPTIONS = 128
 """Limits of the search: most partial plans, and choices of one layer. Beyond them the plan may
 miss the optimum by a part in a million, and the lower bound is the dual's."""
 
+LARGE = 5_000
+LARGE_STATES = 200
+CLOSE_ENOUGH = 1e-4
+"""With more than LARGE experts the search keeps fewer partial plans, and is left out where the
+bound shows that it could gain less than this share of the damage. One expert of Kimi-K3 is 5e-5
+of the bytes; what the damage itself predicts is far less certain."""
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -31,7 +38,8 @@ class Problem:
     keep float64 [L, E + 1]: damage with n experts kept, all in the low bank; inf where a layer may
     not keep n. lift float64 [L, E + 1]: what moving the first h to the high bank adds, lift[:, 0]
     = 0. low_bytes, lift_bytes int64 [L]. One bank means h = n, or h = 0 if `low_bank`; `two_banks`
-    also allows min_bank ≤ h ≤ n - min_bank. No layer may keep fewer than min_bank.
+    also allows min_bank ≤ h ≤ n - min_bank. No layer may keep fewer than min_bank, or than
+    least_high int64 [L], the first experts that must be in the high bank.
     """
 
     keep: Floats
@@ -41,6 +49,12 @@ class Problem:
     low_bank: bool
     two_banks: bool
     min_bank: int = 1
+    least_high: Ints | None = None
+
+    @property
+    def least(self) -> Ints:
+        """least_high, [L]."""
+        return np.zeros(len(self.keep), np.int64) if self.least_high is None else self.least_high
 
     @property
     def steps(self) -> Ints:
@@ -55,20 +69,30 @@ class Problem:
         """Bytes of each layer, [L]."""
         return np.asarray(self.low_bytes * kept + self.lift_bytes * high)
 
-    def splits(self, kept: Ints) -> Bools:
-        """Which h are allowed beside kept [...]: bool [..., E + 1]."""
-        high, kept = self.steps, np.asarray(kept)[..., None]
-        allowed = high == kept
+    def splits(self, kept: Ints, least: Ints) -> Bools:
+        """Which h are allowed beside kept [...] if least [...] must be high: bool [..., E + 1]."""
+        high, kept, least = self.steps, np.asarray(kept)[..., None], np.asarray(least)[..., None]
+        allowed = (high == kept) & (kept >= least)
         if self.low_bank:
-            allowed = allowed | (high == 0)
+            allowed = allowed | ((high == 0) & (least == 0))
         if self.two_banks:
-            allowed = allowed | ((high >= self.min_bank) & (high <= kept - self.min_bank))
+            mixed = (high >= np.maximum(self.min_bank, least)) & (high <= kept - self.min_bank)
+            allowed = allowed | mixed
         return np.asarray(allowed)
 
     def cheapest(self) -> tuple[Ints, Ints]:
         """The plan of the fewest bytes."""
-        kept = np.argmax(np.isfinite(self.keep), axis=1)
-        return kept, np.zeros_like(kept) if self.low_bank else kept
+        steps, least = self.steps, self.least[:, None]
+        high = np.broadcast_to(steps, self.keep.shape)
+        if self.two_banks:
+            fewest = np.maximum(self.min_bank, least)
+            high = np.where(steps >= fewest + self.min_bank, fewest, high)
+        if self.low_bank:
+            high = np.where(least == 0, 0, high)
+        size = self.low_bytes[:, None] * steps + self.lift_bytes[:, None] * high
+        allowed = np.isfinite(self.keep) & (steps >= least)
+        kept = np.argmin(np.where(allowed, size, np.iinfo(np.int64).max), axis=1)
+        return kept, np.take_along_axis(high, kept[:, None], axis=1)[:, 0]
 
 
 @dataclass(frozen=True)
@@ -88,7 +112,9 @@ def solve(problem: Problem, capacity: int) -> Solution | None:
         return None
     kept, high = _fill(problem, capacity, *incumbent)
     exact = False
-    if problem.damage(kept, high).sum() > bound:
+    damage = float(problem.damage(kept, high).sum())
+    close = problem.keep.size > LARGE and damage - bound <= CLOSE_ENOUGH * damage
+    if damage > bound and not close:
         kept, high, exact = _search(problem, capacity, multiplier, bound, kept, high)
     # Experts that cost nothing to drop come back as far as there is room.
     kept, high = _fill(problem, capacity, kept, high)
@@ -106,7 +132,8 @@ def uniform(
     """
     keep, lift = problem.keep.sum(axis=0), problem.lift.sum(axis=0)
     n, h = np.ix_(problem.steps, problem.steps)
-    allowed = np.isfinite(keep)[:, None] & problem.splits(problem.steps)
+    least = np.full_like(problem.steps, problem.least.max())
+    allowed = np.isfinite(keep)[:, None] & problem.splits(problem.steps, least)
     if bank != "two":
         allowed &= (h == n) if bank == "high" else (h == 0)
     allowed &= int(problem.low_bytes.sum()) * n + int(problem.lift_bytes.sum()) * h <= capacity
@@ -121,21 +148,27 @@ def uniform(
 
 def _respond(problem: Problem, multiplier: float) -> tuple[Ints, Ints, Floats]:
     """For each layer the (n, h) of least damage + multiplier · bytes, and that least value."""
-    steps, edge = problem.steps, problem.min_bank
+    steps, least = problem.steps, problem.least
     kept = problem.keep + multiplier * (problem.low_bytes[:, None] * steps)
     lifted = problem.lift + multiplier * (problem.lift_bytes[:, None] * steps)
-    best = lifted.copy()
+    best = np.where(steps >= least[:, None], lifted, np.inf)
     if problem.low_bank:
-        best = np.minimum(best, 0.0)
+        best = np.where(least[:, None] == 0, np.minimum(best, 0.0), best)
     if problem.two_banks:
-        within = np.where(steps >= edge, lifted, np.inf)
-        prefix = np.minimum.accumulate(within, axis=1)
+        edge = problem.min_bank
+        prefix = _least_so_far(lifted, np.maximum(edge, least))
         best[:, edge:] = np.minimum(best[:, edge:], prefix[:, : len(steps) - edge])
     total = kept + best
     n = np.argmin(total, axis=1)
-    h = np.argmin(np.where(problem.splits(n), lifted, np.inf), axis=1)
+    h = np.argmin(np.where(problem.splits(n, least), lifted, np.inf), axis=1)
     rows = np.arange(len(n))
     return n, h, kept[rows, n] + lifted[rows, h]
+
+
+def _least_so_far(values: Floats, start: Ints) -> Floats:
+    """[L, E + 1] → the least of values[l, start[l] : h + 1], inf before start."""
+    within = np.where(np.arange(values.shape[1]) >= start[:, None], values, np.inf)
+    return np.asarray(np.minimum.accumulate(within, axis=1))
 
 
 def _lagrange(problem: Problem, capacity: int) -> tuple[float, float, tuple[Ints, Ints] | None]:
@@ -182,30 +215,31 @@ def _fill(problem: Problem, capacity: int, kept: Ints, high: Ints) -> tuple[Ints
         gain = now - problem.damage(n, h)
         gain[(gain <= 1e-15 * now) & (n <= kept)] = -1.0
         layer = int(np.argmax(gain))
-        if gain[layer] < 0:
+        if not gain[layer] >= 0:
             return kept, high
         kept[layer], high[layer] = n[layer], h[layer]
 
 
 def _best_within(problem: Problem, allowance: Ints) -> tuple[Ints, Ints]:
     """Each layer's least damage if it alone had allowance [L] bytes; of equals the largest n."""
-    steps, edge = problem.steps, problem.min_bank
+    steps, edge, least = problem.steps, problem.min_bank, problem.least
     affordable = (allowance[:, None] - problem.low_bytes[:, None] * steps) // problem.lift_bytes[
         :, None
     ]
-    best = np.where(affordable >= steps, problem.lift, np.inf)
+    enough = steps >= least[:, None]
+    best = np.where(enough & (affordable >= steps), problem.lift, np.inf)
     if problem.low_bank:
-        best = np.minimum(best, np.where(affordable >= 0, 0.0, np.inf))
+        low = (affordable >= 0) & (least[:, None] == 0)
+        best = np.minimum(best, np.where(low, 0.0, np.inf))
     if problem.two_banks:
-        within = np.where(steps >= edge, problem.lift, np.inf)
-        prefix = np.minimum.accumulate(within, axis=1)
+        prefix = _least_so_far(problem.lift, np.maximum(edge, least))
         reach = np.minimum(affordable, steps - edge)
         mixed = np.take_along_axis(prefix, np.maximum(reach, 0), axis=1)
         best = np.minimum(best, np.where(reach >= 0, mixed, np.inf))
     total = problem.keep + best
     n = len(steps) - 1 - np.argmin(total[:, ::-1], axis=1)
     reach = np.take_along_axis(affordable, n[:, None], axis=1)
-    allowed = problem.splits(n) & (steps <= reach)
+    allowed = problem.splits(n, least) & (steps <= reach)
     return n, np.argmin(np.where(allowed, problem.lift, np.inf), axis=1)
 
 
@@ -222,6 +256,7 @@ def _search(
     gap = (now - bound) * (1 + 1e-9) + 1e-14 * now
     _, _, least = _respond(problem, multiplier)
     exact = True
+    states = min(MAX_STATES, LARGE_STATES if problem.keep.size > LARGE else MAX_STATES)
     options = []
     for layer in range(len(kept)):
         found, complete = _options(problem, layer, multiplier, float(least[layer]), gap)
@@ -241,9 +276,9 @@ def _search(
         fits = new_size + fewest[layer] <= capacity
         keep = np.flatnonzero(fits & (reduced + multiplier * unused <= gap))
         keep = keep[_undominated(new_size[keep], new_damage[keep])]
-        if len(keep) > MAX_STATES:
+        if len(keep) > states:
             exact = False
-            order = np.argsort(reduced[keep], kind="stable")[:MAX_STATES]
+            order = np.argsort(reduced[keep], kind="stable")[:states]
             keep = keep[np.sort(order)]
         size, damage = new_size[keep], new_damage[keep]
         trail.append((keep // len(sizes), keep % len(sizes)))
@@ -270,7 +305,8 @@ def _options(
     lifted = problem.lift[layer] + multiplier * (problem.lift_bytes[layer] * steps)
     near = np.flatnonzero(kept + lifted.min() - least <= gap)
     reduced = kept[near, None] + lifted[None, :] - least
-    row, h = np.nonzero((reduced <= gap) & problem.splits(near))
+    least_high = np.full_like(near, problem.least[layer])
+    row, h = np.nonzero((reduced <= gap) & problem.splits(near, least_high))
     n, reduced = near[row], reduced[row, h]
     size = problem.low_bytes[layer] * n + problem.lift_bytes[layer] * h
     damage = problem.keep[layer, n] + problem.lift[layer, h]

@@ -1,0 +1,204 @@
+"""What the files say, as tables on stderr and as figures for --json."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from reap.artifacts import Evaluation, Plan, Saliency
+from reap.artifacts.evaluation import Estimate
+from reap.cli.output import say, table
+from reap.planning import format_size
+
+if TYPE_CHECKING:
+    from reap.models.source import SourceModel
+
+Figures = dict[str, Any]
+
+
+def saliency_figures(saliency: Saliency) -> Figures:
+    """Tokens of each domain, and per layer how unevenly the experts carry the output."""
+    count = saliency.count.sum(axis=(0, 1))
+    tokens = saliency.tokens.sum(axis=(0, 2)) // len(saliency.layers)
+    falling = -np.sort(-saliency.score("energy"), axis=1)
+    total = falling.sum(axis=1)
+    experts = falling.shape[1]
+
+    def carried(busiest: int) -> list[float]:
+        return (falling[:, :busiest].sum(axis=1) / np.where(total > 0, total, 1)).tolist()
+
+    quarter, half = carried(max(1, experts // 4)), carried(max(1, experts // 2))
+    return {
+        "model": saliency.spec.model,
+        "domains": dict(zip(saliency.domains, tokens.tolist())),
+        "never_routed": int((count == 0).sum()),
+        "layers": [
+            {
+                "layer": layer,
+                "never_routed": int((count[row] == 0).sum()),
+                "top_quarter_energy": quarter[row],
+                "top_half_energy": half[row],
+            }
+            for row, layer in enumerate(saliency.layers)
+        ],
+    }
+
+
+def show_saliency(saliency: Saliency) -> None:
+    spec, figures = saliency.spec, saliency_figures(saliency)
+    say(
+        f"{spec.model} ({spec.model_type}): {spec.parameters:,} parameters, "
+        f"{len(spec.moe_layers)} MoE layers of {spec.num_experts} experts, top {spec.top_k}."
+    )
+    table(
+        "Tokens",
+        ["domain", "tokens"],
+        [[name, f"{number:,}"] for name, number in figures["domains"].items()],
+    )
+    table(
+        "Energy Σg²‖f‖² carried by the busiest experts",
+        ["layer", "top quarter", "top half", "never routed"],
+        [
+            [
+                str(layer["layer"]),
+                f"{100 * layer['top_quarter_energy']:.1f} %",
+                f"{100 * layer['top_half_energy']:.1f} %",
+                str(layer["never_routed"]),
+            ]
+            for layer in figures["layers"]
+        ],
+    )
+
+
+def plan_figures(plan: Plan) -> Figures:
+    water = plan.waterfall
+    return {
+        "layout": plan.layout,
+        "kept": sum(plan.expert_counts),
+        "of": plan.num_experts * len(plan.layers),
+        "high": sum(layer.high for layer in plan.layers),
+        "bytes": {**vars(water), "weights": water.weights, "slack": water.slack},
+        "damage": plan.damage,
+        "lower_bound": plan.lower_bound,
+        "alternatives": plan.alternatives,
+    }
+
+
+def show_plan(plan: Plan) -> None:
+    """The byte waterfall and the counts."""
+    water = plan.waterfall
+
+    def line(name: str, value: int, sign: str = "") -> list[str]:
+        share = f"{100 * value / water.budget:.1f} %" if water.budget else ""
+        return [name, f"{sign}{value:,}", format_size(value), share]
+
+    by_size = not water.reserve and not water.state
+    high = "/".join(dict.fromkeys(f.label for f in plan.high.values()))
+    low = "/".join(dict.fromkeys(f.label for f in plan.low.values()))
+    rows = [
+        line("size of the weights" if by_size else "budget", water.budget),
+        line("trunk", water.trunk, "-"),
+        line("routers", water.router, "-"),
+        line(f"experts, high bank ({high})", water.high, "-"),
+        line(f"experts, low bank ({low})", water.low, "-"),
+    ]
+    if not by_size:
+        rows += [
+            line(f"state of {water.context:,} tokens", water.state, "-"),
+            line("reserve", water.reserve, "-"),
+        ]
+    rows.append(line("slack", water.slack))
+    table("Bytes", ["", "bytes", "", "share"], rows)
+    kept = [len(layer.kept) for layer in plan.layers]
+    highs = [layer.high for layer in plan.layers]
+    say(
+        f"{plan.layout}: {sum(kept):,} of {plan.num_experts * len(kept):,} experts kept, "
+        f"{sum(highs):,} high and {sum(kept) - sum(highs):,} low; "
+        f"{min(kept)}-{max(kept)} in a layer."
+    )
+    say(f"Predicted damage {plan.damage:.4g}, lower bound {plan.lower_bound:.4g}.")
+    for name, damage in plan.alternatives.items():
+        say(f"  {name}: {damage:.4g}")
+
+
+def evaluation_figures(evaluation: Evaluation) -> Figures:
+    """Values and standard errors."""
+
+    def pair(estimate: Estimate | None) -> dict[str, float] | None:
+        return None if estimate is None else dict(vars(estimate))
+
+    domains = {}
+    for domain in evaluation.domains:
+        score = evaluation.domain_score(domain)
+        domains[domain] = {
+            "tokens": score.tokens,
+            "documents": score.documents,
+            "perplexity": pair(score.perplexity),
+            "base_perplexity": pair(score.base_perplexity),
+            "kl": pair(score.kl),
+            "same_top": pair(score.same_top),
+        }
+    figures: Figures = {"label": evaluation.label, "domains": domains}
+    if evaluation.reference is not None:
+        figures["mean_kl"] = pair(evaluation.mean_kl)
+    return figures
+
+
+def show_evaluation(evaluation: Evaluation) -> None:
+    compared = evaluation.reference is not None
+    rows = []
+    for domain in evaluation.domains:
+        score = evaluation.domain_score(domain)
+        row = [domain, f"{score.tokens:,}", _with_error(score.perplexity, 3)]
+        if score.base_perplexity and score.kl and score.same_top:
+            row += [
+                f"{score.base_perplexity.value:.3f}",
+                _with_error(score.kl, 5),
+                f"{100 * score.same_top.value:.1f} %",
+            ]
+        rows.append(row)
+    columns = ["domain", "tokens", "perplexity ± SE"]
+    if compared:
+        columns += ["source's", "KL ± SE (nats)", "same top token"]
+    table(evaluation.label, columns, rows)
+    if compared:
+        say(f"Mean KL over the domains: {_with_error(evaluation.mean_kl, 5)} nats.")
+
+
+def _with_error(estimate: Estimate, digits: int) -> str:
+    """The error is unknown (NaN) where there is a single document."""
+    value = f"{estimate.value:.{digits}f}"
+    known = estimate.error == estimate.error
+    return f"{value} ± {estimate.error:.{digits}f}" if known else f"{value} ± ?"
+
+
+def checkpoint_figures(source: SourceModel) -> Figures:
+    """Bytes, and the experts of every decoder layer."""
+    config = source.config
+    count = len(source.layers)
+    counts = config.get("expert_counts") or [
+        source.num_experts if index in source.moe_layers else 0 for index in range(count)
+    ]
+    return {
+        "model_type": config["model_type"],
+        "bytes": source.checkpoint.nbytes,
+        "tensors": len(source.checkpoint.tensors),
+        "expert_counts": counts,
+        "expert_bank_split": config.get("expert_bank_split") or [0] * count,
+    }
+
+
+def show_checkpoint(source: SourceModel) -> None:
+    figures = checkpoint_figures(source)
+    say(
+        f"{source.checkpoint.path}: {figures['model_type']}, {format_size(figures['bytes'])} in "
+        f"{figures['tensors']:,} tensors."
+    )
+    banks = zip(figures["expert_counts"], figures["expert_bank_split"])
+    rows = [
+        [str(layer), str(kept), str(split or kept), str(kept - split if split else 0)]
+        for layer, (kept, split) in enumerate(banks)
+        if kept
+    ]
+    table("Experts", ["layer", "kept", "first bank", "low bank"], rows)

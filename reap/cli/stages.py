@@ -1,0 +1,203 @@
+"""The stages with their files: what a command does and `reap run` does, too.
+
+Each checks what it can before the work, shows progress, and writes its output whole or not at
+all. Raises ReapError throughout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reap.artifacts import Evaluation, Format, ModelSpec, Plan, Provenance, Saliency
+from reap.artifacts.files import refuse_existing, sha256
+from reap.artifacts.provenance import Corpus
+from reap.cli import command_line
+from reap.cli.output import progress_bar, say
+from reap.cli.rundir import RunDirectory
+from reap.errors import ReapError
+
+if TYPE_CHECKING:
+    from reap.calibrate import CalibrationSettings
+    from reap.evaluate import EvaluationSettings
+    from reap.export import ExportResult
+    from reap.planning import PlanSettings
+
+
+def calibrate(
+    model: str,
+    texts: Sequence[str],
+    settings: CalibrationSettings,
+    directory: RunDirectory,
+    *,
+    trust: bool = False,
+    force: bool = False,
+) -> Saliency:
+    """Model and text → the saliency file of a run. `texts`: names or files, all sets if empty."""
+    from reap.calibrate import calibrate as measure
+    from reap.models.source import open_source
+    from reap.models.text import load_texts
+
+    check_output(directory.saliency, force)
+    loaded = load_texts(texts, split="calibration")
+    source = open_source(model, trust_remote_code=trust)
+    with progress_bar("tok") as progress:
+        saliency = measure(
+            source,
+            loaded,
+            settings,
+            command=command_line(),
+            trust_remote_code=trust,
+            progress=progress,
+        )
+    saliency.save(directory.saliency, force=force)
+    directory.start(model)
+    return saliency
+
+
+def merge(files: Sequence[Path], out: Path, *, force: bool = False) -> Saliency:
+    """The sum of saliency files of one model."""
+    check_output(out, force)
+    parts = [Saliency.load(file) for file in files]
+    inputs = {str(file): sha256(file) for file in files}
+    if len(set(inputs.values())) < len(files):
+        raise ReapError("the same file is given twice: its text would count twice.")
+    corpora = sorted(
+        (corpus for part in parts for corpus in part.provenance.corpora),
+        key=lambda corpus: (corpus.domain, corpus.sha256, corpus.tokens),
+    )
+    provenance = _provenance(parts[0].spec, dict(sorted(inputs.items())), corpora)
+    total = replace(parts[0], provenance=provenance)
+    for part in parts[1:]:
+        total = total.merged(part, provenance=provenance)
+    total.save(out, force=force)
+    return total
+
+
+def plan(
+    saliency: Path,
+    settings: PlanSettings,
+    out: Path,
+    *,
+    plain: str | None = None,
+    seed: int = 0,
+    force: bool = False,
+) -> Plan:
+    """Saliency file → plan file. `plain`: a plain recipe to compare with instead of the best."""
+    from reap.planning import make_plan, plain_plan
+
+    check_output(out, force)
+    measured = Saliency.load(saliency)
+    inputs = {"saliency": sha256(saliency)}
+    provenance = _provenance(measured.spec, inputs, measured.provenance.corpora)
+    if plain is None:
+        made = make_plan(measured, settings, provenance=provenance)
+    else:
+        made = plain_plan(measured, settings, recipe=plain, seed=seed, provenance=provenance)
+    made.save(out, force=force)
+    return made
+
+
+def export(
+    model: str, plan: Path, saliency: Path, out: Path, *, trust: bool = False, force: bool = False
+) -> ExportResult:
+    """Source model, plan file and, if the plan needs it, saliency file → checkpoint directory."""
+    check_output(out, force, directory=True)
+    made = Plan.load(plan)
+
+    from reap.export import export as write
+    from reap.models.source import open_source
+
+    source = open_source(model, trust_remote_code=trust)
+    if out.resolve() == source.checkpoint.path.resolve():
+        raise ReapError(f"{out} is the source model.", "name another directory with --out")
+    with progress_bar("layers") as progress:
+        return write(
+            source,
+            made,
+            out,
+            plan_file=plan,
+            saliency=saliency,
+            force=force,
+            progress=progress,
+        )
+
+
+def evaluate(
+    checkpoint: str,
+    reference: str | None,
+    texts: Sequence[str],
+    settings: EvaluationSettings,
+    out: Path,
+    *,
+    label: str = "",
+    trust: bool = False,
+    force: bool = False,
+) -> Evaluation:
+    """Checkpoint, text and a model to compare with → evaluation file, and figures on the card."""
+    from reap.evaluate import evaluate as measure
+    from reap.export import add_measurement
+    from reap.models.source import open_source
+    from reap.models.text import load_texts
+
+    check_output(out, force)
+    loaded = load_texts(texts, split="evaluation")
+    model = open_source(checkpoint, trust_remote_code=trust)
+    base = None if reference is None else open_source(reference, trust_remote_code=trust)
+    with progress_bar("tok") as progress:
+        result = measure(
+            model,
+            loaded,
+            settings,
+            reference=base,
+            label=label,
+            command=command_line(),
+            trust_remote_code=trust,
+            progress=progress,
+        )
+    result.save(out, force=force)
+    try:
+        add_measurement(model.checkpoint.path, result)
+    except OSError as error:
+        say(f"The checkpoint's README.md was left as it is: {error}")
+    return result
+
+
+def parse_format(text: str) -> Format:
+    """Raises ReapError for what is not a format."""
+    try:
+        return Format.parse(text)
+    except ValueError:
+        raise ReapError(f"unknown format {text!r}.", "e.g. 2bit, 3bit-g64, 8bit, mxfp4") from None
+
+
+def check_output(path: Path, force: bool, *, directory: bool = False) -> None:
+    """Refuse, before any work, an output that must not be replaced or cannot be written."""
+    refuse_existing(path, force)
+    if path.is_dir() and not directory:
+        raise ReapError(f"{path} is a directory, not a file to replace.", "name a file")
+    if directory and path.exists() and not (path / "config.json").exists():
+        raise ReapError(
+            f"{path} is not a checkpoint, so it is not replaced.", "name another directory"
+        )
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        reason = "not writable" if above.is_dir() else "not a directory"
+        raise ReapError(f"could not write {path}: {above} is {reason}.", "name another place")
+
+
+def _provenance(spec: ModelSpec, inputs: dict[str, str], corpora: Sequence[Corpus]) -> Provenance:
+    from reap import __version__
+
+    return Provenance(
+        reap_version=__version__,
+        command=command_line(),
+        model=spec.model,
+        revision=spec.revision,
+        config_sha256=spec.config_sha256,
+        inputs=inputs,
+        corpora=tuple(corpora),
+    )

@@ -1,0 +1,281 @@
+"""Tiny random checkpoints in the layout of the released ones, and ways to damage them.
+
+The tokenizer is that of the embedded tiny-k3 (2,048 ids). Every writer takes the directory to make
+and `changes` to config.json, and returns the directory; the same arguments give the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.utils import load_model
+
+from reap.data import embedded_model
+
+VOCABULARY = 2048
+HIDDEN = 128
+INDEX = "model.safetensors.index.json"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+Tensors = dict[str, mx.array]
+
+
+def write_qwen3_moe(
+    path: Path,
+    *,
+    dtype: mx.Dtype = mx.float32,
+    experts: int = 8,
+    top_k: int = 2,
+    layers: int = 3,
+    intermediate: int = 128,
+    tied: bool = False,
+    seed: int = 0,
+    **changes: Any,
+) -> Path:
+    """Qwen3-MoE: softmax router, grouped-query attention, experts stored apart; a shard a layer."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "dtype": str(dtype).removeprefix("mlx.core."),
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "moe_intermediate_size": intermediate,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": tied,
+        "eos_token_id": 2,
+        **changes,
+    }
+    make = _Random(seed, dtype)
+    heads, kv, dim = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    shards = []
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        weights = {
+            f"{at}.input_layernorm.weight": make.norm(HIDDEN),
+            f"{at}.post_attention_layernorm.weight": make.norm(HIDDEN),
+            f"{at}.self_attn.q_proj.weight": make.matrix(heads * dim, HIDDEN),
+            f"{at}.self_attn.k_proj.weight": make.matrix(kv * dim, HIDDEN),
+            f"{at}.self_attn.v_proj.weight": make.matrix(kv * dim, HIDDEN),
+            f"{at}.self_attn.o_proj.weight": make.matrix(HIDDEN, heads * dim),
+            f"{at}.self_attn.q_norm.weight": make.norm(dim),
+            f"{at}.self_attn.k_norm.weight": make.norm(dim),
+        }
+        if layer in config["mlp_only_layers"]:
+            weights |= make.mlp(f"{at}.mlp", config["intermediate_size"])
+        else:
+            weights[f"{at}.mlp.gate.weight"] = make.matrix(experts, HIDDEN)
+            for expert in range(experts):
+                weights |= make.mlp(f"{at}.mlp.experts.{expert}", intermediate)
+        shards.append(weights)
+    return _write(path, config, [*shards, _trunk(make, tied)])
+
+
+def write_deepseek_v3(
+    path: Path,
+    *,
+    dtype: mx.Dtype = mx.float32,
+    experts: int = 16,
+    top_k: int = 2,
+    layers: int = 3,
+    intermediate: int = 128,
+    n_group: int = 1,
+    topk_group: int = 1,
+    seed: int = 0,
+    **changes: Any,
+) -> Path:
+    """DeepSeek-V3: sigmoid router with a positive bias and groups, MLA, a dense first layer."""
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "dtype": str(dtype).removeprefix("mlx.core."),
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+        "intermediate_size": 128,
+        "moe_intermediate_size": intermediate,
+        "n_routed_experts": experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": top_k,
+        "n_group": n_group,
+        "topk_group": topk_group,
+        "first_k_dense_replace": 1,
+        "moe_layer_freq": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+        **changes,
+    }
+    make = _Random(seed, dtype)
+    heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
+    nope, rope, value = (config[k] for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    shards = []
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        attention = f"{at}.self_attn"
+        weights = {
+            f"{at}.input_layernorm.weight": make.norm(HIDDEN),
+            f"{at}.post_attention_layernorm.weight": make.norm(HIDDEN),
+            f"{attention}.q_a_proj.weight": make.matrix(config["q_lora_rank"], HIDDEN),
+            f"{attention}.q_a_layernorm.weight": make.norm(config["q_lora_rank"]),
+            f"{attention}.q_b_proj.weight": make.matrix(
+                heads * (nope + rope), config["q_lora_rank"]
+            ),
+            f"{attention}.kv_a_proj_with_mqa.weight": make.matrix(rank + rope, HIDDEN),
+            f"{attention}.kv_a_layernorm.weight": make.norm(rank),
+            f"{attention}.kv_b_proj.weight": make.matrix(heads * (nope + value), rank),
+            f"{attention}.o_proj.weight": make.matrix(HIDDEN, heads * value),
+        }
+        if layer < config["first_k_dense_replace"]:
+            weights |= make.mlp(f"{at}.mlp", config["intermediate_size"])
+        else:
+            gate = f"{at}.mlp.gate"
+            weights[f"{gate}.weight"] = make.matrix(experts, HIDDEN)
+            weights[f"{gate}.e_score_correction_bias"] = make.bias(experts)
+            weights |= make.mlp(f"{at}.mlp.shared_experts", intermediate)
+            for expert in range(experts):
+                weights |= make.mlp(f"{at}.mlp.experts.{expert}", intermediate)
+        shards.append(weights)
+    return _write(path, config, [*shards, _trunk(make, tied=False)])
+
+
+def copy_checkpoint(
+    source: Path,
+    target: Path,
+    edit: Callable[[Tensors], Tensors] = lambda shard: shard,
+    **changes: Any,
+) -> Path:
+    """A checkpoint with `edit` applied to the tensors of every shard and `changes` to config.json.
+
+    The index follows what the shards then hold.
+    """
+    target.mkdir()
+    config = json.loads((source / "config.json").read_text()) | changes
+    shards = [edit(dict(mx.load(str(file)))) for file in sorted(source.glob("model*.safetensors"))]
+    return _write(target, config, [shard for shard in shards if shard])
+
+
+def float32_k3(target: Path) -> Path:
+    """The embedded K3 with float32 embeddings, so that all of its activations are float32."""
+
+    def widen(shard: Tensors) -> Tensors:
+        return {
+            name: array.astype(mx.float32) if name.endswith("embed_tokens.weight") else array
+            for name, array in shard.items()
+        }
+
+    return copy_checkpoint(embedded_model(), target, widen)
+
+
+def load_plain(path: Path) -> nn.Module:
+    """The model as stock mlx-lm loads it.
+
+    On the CPU, MLX multiplies gathered matrices in float32 only: 16-bit experts are widened there.
+    """
+    model, _ = load_model(path)
+    if mx.default_device() == mx.cpu:
+        for name, module in model.named_modules():
+            if ".switch_mlp." in name and "weight" in module and "scales" not in module:
+                module.weight = module.weight.astype(mx.float32)
+    return model
+
+
+def file_tensors(path: Path) -> dict[str, np.ndarray]:
+    """All tensors of a checkpoint by their names in the files, floating ones in float64."""
+    tensors = {}
+    for file in sorted(path.glob("model*.safetensors")):
+        for name, array in mx.load(str(file)).items():
+            floating = mx.issubdtype(array.dtype, mx.floating)
+            tensors[name] = np.array(array.astype(mx.float32) if floating else array)
+            if floating:
+                tensors[name] = tensors[name].astype(np.float64)
+    return tensors
+
+
+class _Random:
+    """Reproducible tensors of one dtype that keep activations near 1."""
+
+    def __init__(self, seed: int, dtype: mx.Dtype) -> None:
+        self._generator = np.random.default_rng(seed)
+        self._dtype = dtype
+
+    def _array(self, values: np.ndarray) -> mx.array:
+        return mx.array(values.astype(np.float32)).astype(self._dtype)
+
+    def matrix(self, rows: int, columns: int) -> mx.array:
+        return self._array(self._generator.standard_normal((rows, columns)) / columns**0.5)
+
+    def norm(self, width: int) -> mx.array:
+        return self._array(1 + 0.1 * self._generator.standard_normal(width))
+
+    def bias(self, count: int) -> mx.array:
+        """Positive, and float32 as in the released checkpoints."""
+        return mx.array(self._generator.uniform(0, 0.2, count).astype(np.float32))
+
+    def embeddings(self) -> mx.array:
+        return self._array(self._generator.standard_normal((VOCABULARY, HIDDEN)))
+
+    def mlp(self, at: str, intermediate: int) -> Tensors:
+        return {
+            f"{at}.gate_proj.weight": self.matrix(intermediate, HIDDEN),
+            f"{at}.up_proj.weight": self.matrix(intermediate, HIDDEN),
+            f"{at}.down_proj.weight": self.matrix(HIDDEN, intermediate),
+        }
+
+
+def _trunk(make: _Random, tied: bool) -> Tensors:
+    trunk = {
+        "model.embed_tokens.weight": make.embeddings(),
+        "model.norm.weight": make.norm(HIDDEN),
+    }
+    if not tied:
+        trunk["lm_head.weight"] = make.matrix(VOCABULARY, HIDDEN)
+    return trunk
+
+
+def _write(path: Path, config: Mapping[str, Any], shards: list[Tensors]) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        mx.save_safetensors(str(path / file), shard, {"format": "pt"})
+        index |= dict.fromkeys(shard, file)
+    size = sum(array.nbytes for shard in shards for array in shard.values())
+    (path / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": size}, "weight_map": dict(sorted(index.items()))})
+    )
+    for name in TOKENIZER:
+        shutil.copy(embedded_model() / name, path / name)
+    return path

@@ -1,0 +1,823 @@
+"""Writing a checkpoint: bytes and formats as planned, damage noticed, nothing lost on failure."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import importlib
+import json
+import os
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import exports
+import mlx.core as mx
+import mlx.nn as nn
+import models
+import numpy as np
+import pytest
+from exports import CASES, Exported, Raw, exported
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+from models import Tensors
+
+from reap.artifacts import Format, LayerPlan, ModelSpec, Plan, Provenance, Saliency
+from reap.errors import ArtifactError, CheckpointError, ReapError
+from reap.export.export import RUNTIME, check_plan
+from reap.export.verify import verify
+from reap.export.writer import ShardWriter
+from reap.models.checkpoint import INDEX, open_checkpoint
+from reap.models.source import open_source
+from reap.planning import PlanSettings, make_plan
+from reap.planning.planner import RECIPES, plain_plan
+
+# The package gives the name `export` to the function.
+exporting = importlib.import_module("reap.export.export")
+verifying = importlib.import_module("reap.export.verify")
+
+TRUNKS = ("8bit", "6bit", "4bit")
+CARRIED = ("vision_tower.", "mm_projector.")
+NEVER_QUANTIZED = ("norm", "res_proj", "conv", "A_log", "dt_bias", "e_score_correction_bias")
+
+
+def is_router(name: str) -> bool:
+    return ".mlp.gate." in name or name.endswith("e_score_correction_bias")
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("trunk", ["source", "8bit", "4bit"])
+@pytest.mark.parametrize(("family", "shape"), CASES)
+def test_the_files_hold_exactly_the_planned_bytes(family: str, shape: str, trunk: str) -> None:
+    made = exported(family, shape, trunk)
+    water = made.plan.waterfall
+    found: dict[str, int] = defaultdict(int)
+    for name, tensor in exports.raw_tensors(made.path).items():
+        found[_part(made.plan, name)] += len(tensor.data)
+    assert dict(found) == {
+        part: size
+        for part in ("trunk", "router", "high", "low", "carried")
+        if (size := getattr(water, part))
+    }
+    assert made.result.loaded_bytes == water.weights
+    assert made.result.nbytes == water.weights + water.carried
+    index = json.loads((made.path / INDEX).read_text())
+    assert index["metadata"]["total_size"] == made.result.nbytes
+    assert len(index["weight_map"]) == made.result.tensors
+
+
+def _part(plan: Plan, name: str) -> str:
+    if name.startswith(CARRIED):
+        return "carried"
+    if is_router(name):
+        return "router"
+    if ".switch_mlp." not in name:
+        return "trunk"
+    layer = next(p for p in plan.layers if name.startswith(plan.experts_path[p.layer] + "."))
+    if layer.split:
+        return "high" if ".switch_mlp.high." in name else "low"
+    return "high" if layer.high else "low"
+
+
+@pytest.mark.parametrize("trunk", ["source", "8bit", "4bit"])
+@pytest.mark.parametrize(("family", "layout"), [case for case in CASES if case[1] != "identity"])
+def test_what_the_planner_makes_is_written_as_it_says(
+    family: str, layout: Any, trunk: str, tmp_path: Path
+) -> None:
+    spec = exports.spec_of(family)
+    source = exports.source_checkpoint(family)
+    size = spec.trunk_bytes() // 4 + spec.experts_bytes // 2
+    size += spec.trunk_bytes() // 2 if trunk == "source" else 0
+    size += spec.trunk_bytes() // 4 if trunk != "4bit" else 0
+    settings = PlanSettings(size=size, layout=layout, trunk=trunk, min_experts=spec.min_experts)
+    plan = make_plan(saliency(spec), settings, provenance=provenance(spec))
+    result = exports.write(source, plan, tmp_path / "out")
+    written = exports.raw_tensors(tmp_path / "out")
+    loaded = sum(len(t.data) for n, t in written.items() if not n.startswith(CARRIED))
+    assert loaded == result.loaded_bytes == plan.waterfall.weights <= size
+    assert 0 < sum(plan.expert_counts) < spec.num_experts * len(plan.layers) or plan.low
+    pruned = exports.logits(exports.load(tmp_path / "out"))
+    if trunk == "source":
+        wanted = exports.logits(exports.masked_source(source, plan))
+        np.testing.assert_allclose(pruned, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_plain_recipes_are_written_too(recipe: str, tmp_path: Path) -> None:
+    spec = exports.spec_of("qwen3_moe")
+    size = spec.trunk_bytes() + spec.experts_bytes // 2
+    settings = PlanSettings(size=size, min_experts=spec.min_experts)
+    plan = plain_plan(saliency(spec), settings, recipe=recipe, provenance=provenance(spec))
+    source = exports.source_checkpoint("qwen3_moe")
+    exports.write(source, plan, tmp_path / "out")
+    np.testing.assert_allclose(
+        exports.logits(exports.load(tmp_path / "out")),
+        exports.logits(exports.masked_source(source, plan)),
+        rtol=0,
+        atol=1e-4,
+    )
+
+
+def saliency(spec: ModelSpec) -> Saliency:
+    """Random sums of the shapes that a calibration gives, layers of differing weight."""
+    rng = np.random.default_rng(3)
+    shape = (2, 1, len(spec.moe_layers), spec.num_experts)
+    count = rng.integers(1, 200, shape)
+    norm2 = rng.gamma(1.0, 1.0, shape) * count * rng.gamma(0.5, 1.0, (1, 1, shape[2], 1))
+    gate = count * rng.uniform(0.1, 0.9, shape)
+    norm = np.sqrt(norm2 * count)
+    ones = np.ones(shape[:3])
+    return Saliency(
+        provenance=provenance(spec),
+        spec=spec,
+        domains=("all",),
+        count=count,
+        gate=gate,
+        norm=norm,
+        gate_norm=norm * gate / count,
+        gate2_norm2=norm2 * (gate / count) ** 2,
+        norm2=norm2,
+        max_norm=np.sqrt(norm2),
+        tokens=count.sum(axis=-1) // spec.top_k,
+        residual_energy=ones * 1e4,
+        output_energy=ones * norm2.sum(axis=-1),
+    )
+
+
+def provenance(spec: ModelSpec) -> Provenance:
+    return Provenance("0.1.0", "reap plan", spec.model, "", spec.config_sha256, {"saliency": "s0"})
+
+
+# Formats
+
+
+@pytest.mark.parametrize("trunk", TRUNKS)
+@pytest.mark.parametrize("family", exports.FAMILIES)
+def test_the_trunk_is_what_mlx_lm_would_quantize_it_to(family: str, trunk: str) -> None:
+    made = exported(family, "identity", trunk)
+    model, _ = load_model(made.source)
+    formats = made.plan.trunk
+
+    def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        return formats[path].to_mlx() if path in formats else False
+
+    nn.quantize(model, class_predicate=predicate)
+    wanted = dict(tree_flatten(model.parameters()))
+    found = dict(tree_flatten(load_model(made.path)[0].parameters()))
+    assert wanted.keys() == found.keys()
+    for name, array in wanted.items():
+        assert found[name].dtype == array.dtype and mx.array_equal(found[name], array), name
+
+
+@pytest.mark.parametrize("trunk", TRUNKS)
+@pytest.mark.parametrize(("family", "shape"), CASES)
+def test_every_path_has_its_planned_bits(family: str, shape: str, trunk: str) -> None:
+    made = exported(family, shape, trunk) if shape != "stock" else exported(family, shape)
+    written = exports.raw_tensors(made.path)
+    formats = made.plan.quantization
+    quantized = {name.removesuffix(".scales") for name in written if name.endswith(".scales")}
+    assert quantized == {path for path, format in formats.items() if format.mode != "dense"}
+    config = json.loads((made.path / "config.json").read_text()).get("quantization", {})
+    widths = {m.path: m.width for m in made.spec.modules}
+    for path in quantized:
+        format = formats[path]
+        width = widths.get(path, 128)  # all experts here have 128 columns
+        weight, scales = written[f"{path}.weight"], written[f"{path}.scales"]
+        assert (weight.dtype, weight.shape[-1]) == ("U32", width * format.bits // 32), path
+        assert scales.shape[-1] == width // format.group_size, path
+        assert (f"{path}.biases" in written) == (format.mode == "affine"), path
+        assert config[path] == vars(format), path
+        assert not any(part in path.rpartition(".")[2] for part in NEVER_QUANTIZED), path
+        if is_router(f"{path}."):
+            assert format.bits >= 8, path
+    if shape != "stock":
+        bits = {formats[m.path].bits for m in made.spec.modules if m.role == "trunk"}
+        assert bits == {int(trunk[0])}
+
+
+@pytest.mark.parametrize("name", ["A_log", "dt_bias", "e_score_correction_bias", "res_proj.weight"])
+def test_k3s_delicate_tensors_stay_as_they_are(name: str) -> None:
+    made = exported("kimi_k3", "identity", "4bit")
+    before, after = exports.raw_tensors(made.source), exports.raw_tensors(made.path)
+    found = 0
+    for key, tensor in after.items():
+        if key.endswith(name):
+            theirs = before[key.replace("mlp.e_score", "block_sparse_moe.gate.e_score")]
+            # The released A_log is padded behind the heads, which mlx-lm cuts off.
+            wanted = theirs.data[: len(tensor.data)] if name == "A_log" else theirs.data
+            assert tensor.data == wanted and tensor.dtype == theirs.dtype, key
+            found += 1
+    assert found >= 5
+
+
+# Files beside the weights
+
+
+@pytest.mark.parametrize("shape", ["stock", "two-bank"])
+def test_carried_tensors_and_files_are_untouched(shape: str) -> None:
+    made = exported("kimi_k3", shape)
+    before, after = exports.raw_tensors(made.source), exports.raw_tensors(made.path)
+    carried = {name for name in before if name.startswith(CARRIED)}
+    assert len(carried) == 8
+    assert {name for name in after if name.startswith(CARRIED)} == carried
+    assert all(after[name] == before[name] for name in carried)
+    kept = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    kept |= exports.EXTRA_FILES.keys()
+    own = {"README.md", "config.json", INDEX} | ({RUNTIME.name} if shape == "two-bank" else set())
+    shards = {file.name for file in made.path.glob("model-*-of-*.safetensors")}
+    assert {file.name for file in made.path.iterdir()} == kept | own | shards
+    for name in kept:
+        assert (made.path / name).read_bytes() == (made.source / name).read_bytes(), name
+    if shape == "two-bank":
+        assert (made.path / RUNTIME.name).read_bytes() == RUNTIME.read_bytes()
+
+
+@pytest.mark.parametrize("trunk", ["source", "8bit"])
+@pytest.mark.parametrize(("family", "shape"), CASES)
+def test_config_says_what_was_kept(family: str, shape: str, trunk: str) -> None:
+    made = exported(family, shape, trunk)
+    before = json.loads((made.source / "config.json").read_text())
+    after = json.loads((made.path / "config.json").read_text())
+    counts, splits = [0] * made.spec.num_layers, [0] * made.spec.num_layers
+    for layer in made.plan.layers:
+        counts[layer.layer] = len(layer.kept)
+        splits[layer.layer] = layer.high if layer.high < len(layer.kept) else 0
+    assert after.pop("expert_counts") == counts
+    assert after.pop("expert_bank_split") == splits
+    assert after.pop("model_file", None) == (
+        RUNTIME.name if shape in ("per-layer", "two-bank") else None
+    )
+    about = after.pop("reap")
+    assert (about["layout"], about["source_num_experts"]) == (
+        made.plan.layout,
+        made.spec.num_experts,
+    )
+    assert about["plan_sha256"] and about["source_config_sha256"] == made.spec.config_sha256
+    quantization = after.pop("quantization", {})
+    modes = {key: quantization.pop(key) for key in ("bits", "group_size", "mode") if quantization}
+    assert bool(modes) == bool(quantization)
+    assert quantization == {
+        path: vars(format)
+        for path, format in made.plan.quantization.items()
+        if format.mode != "dense"
+    }
+    names = {"kimi_k3": "num_experts", "qwen3_moe": "num_experts"}
+    name = names.get(made.spec.model_type, "n_routed_experts")
+    text_before, text_after = before.get("text_config", before), after.get("text_config", after)
+    assert text_after.pop(name) == max(counts)
+    text_before.pop(name)
+    text_before.pop("quantization_config", None)
+    assert after == before  # nothing else is added, lost or changed
+
+
+def test_a_plan_that_changes_nothing_of_a_plain_model_needs_no_quantization() -> None:
+    config = json.loads((exported("qwen3_moe", "identity").path / "config.json").read_text())
+    assert "quantization" not in config
+
+
+def test_the_card_names_the_plan(tmp_path: Path) -> None:
+    made = exported("kimi_k3", "two-bank")
+    card = (made.path / "README.md").read_text()
+    kept, high = sum(made.plan.expert_counts), sum(p.high for p in made.plan.layers)
+    assert f"{kept:,} of {64 * 5:,} routed experts are kept, {high:,} of them as mxfp4" in card
+    assert f"and {kept - high:,} as 2-bit g128. Layout: two-bank." in card
+    assert f"**{made.plan.waterfall.weights:,}**" in card
+    assert made.spec.config_sha256 in card
+
+
+# Verification
+
+Damage = Callable[[Tensors], Tensors]
+
+
+def _edited(name: str, change: Callable[[mx.array], mx.array]) -> Damage:
+    def edit(shard: Tensors) -> Tensors:
+        return {n: change(a) if n == name else a for n, a in shard.items()}
+
+    return edit
+
+
+def _dropped(name: str) -> Damage:
+    return lambda shard: {n: a for n, a in shard.items() if n != name}
+
+
+def _added(name: str, beside: str) -> Damage:
+    return lambda shard: shard | ({name: mx.zeros((4, 4))} if beside in shard else {})
+
+
+def _flipped(array: mx.array) -> mx.array:
+    """One bit of the last element changed."""
+    raw = np.array(array.view(mx.uint8))
+    raw.reshape(-1)[-1] ^= 1
+    return mx.array(raw).view(array.dtype)
+
+
+def _with(value: float, index: int = -1) -> Callable[[mx.array], mx.array]:
+    def change(array: mx.array) -> mx.array:
+        flat = mx.array(array).flatten()
+        flat[index] = value
+        return flat.reshape(array.shape)
+
+    return change
+
+
+def _swapped(array: mx.array) -> mx.array:
+    return array[mx.array([1, 0, *range(2, array.shape[0])])]
+
+
+L = "language_model.model.layers."
+HIGH, LOW = f"{L}1.mlp.switch_mlp.high.up_proj", f"{L}1.mlp.switch_mlp.low.up_proj"
+BIAS = f"{L}2.mlp.e_score_correction_bias"
+EMBEDDING = "language_model.model.embed_tokens"
+
+DAMAGES: dict[str, tuple[str, Damage]] = {
+    "norm missing": (f"{L}3.input_layernorm", _dropped(f"{L}3.input_layernorm.weight")),
+    "bank missing": (f"{HIGH}", _dropped(f"{HIGH}.weight")),
+    "bias missing": ("e_score_correction_bias", _dropped(BIAS)),
+    "trunk missing": ("norm.weight", _dropped("language_model.model.norm.weight")),
+    "carried missing": ("mm_projector.proj.0", _dropped("mm_projector.proj.0.weight")),
+    "layer tensor too many": ("extra", _added(f"{L}1.mlp.extra.weight", BIAS.replace("2", "1"))),
+    "layer too many": ("layers.77", _added(f"{L}77.mlp.gate.weight", BIAS)),
+    "trunk tensor too many": ("extra", _added("language_model.extra.weight", BIAS)),
+    "carried too many": ("vision_tower.extra", _added("vision_tower.extra.weight", BIAS)),
+    "NaN scale, high bank": ("not finite", _edited(f"{HIGH}.scales", _with(255))),
+    "NaN scale, one bank": (
+        "not finite",
+        _edited(f"{L}2.mlp.switch_mlp.down_proj.scales", _with(255)),
+    ),
+    "infinite scale, low bank": ("not finite", _edited(f"{LOW}.scales", _with(np.inf))),
+    "NaN bias, low bank": ("not finite", _edited(f"{LOW}.biases", _with(np.nan))),
+    "NaN in a router bias": ("not finite", _edited(BIAS, _with(np.nan))),
+    "NaN in a dense layer": (
+        "not finite",
+        _edited(f"{L}0.mlp.down_proj.scales", _with(np.nan)),
+    ),
+    "NaN in a token's embedding": (
+        "not finite",
+        _edited(f"{EMBEDDING}.scales", _with(np.nan, 3 * 700 + 1)),
+    ),
+    "bit of a high expert": ("differs", _edited(f"{HIGH}.weight", _flipped)),
+    "bit of a high expert's scale": ("differs", _edited(f"{HIGH}.scales", _flipped)),
+    "bit of an expert in one bank": (
+        "differs",
+        _edited(f"{L}2.mlp.switch_mlp.down_proj.weight", _flipped),
+    ),
+    "high experts swapped": ("differs", _edited(f"{HIGH}.weight", _swapped)),
+    "router biases swapped": ("differs", _edited(BIAS, _swapped)),
+    "bit of a norm": ("differs", _edited(f"{L}4.mlp_res_norm.weight", _flipped)),
+    "bit of the final norm": ("differs", _edited("language_model.model.norm.weight", _flipped)),
+    "bit of a carried tensor": ("differs", _edited("mm_projector.proj.0.weight", _flipped)),
+}
+
+
+@pytest.fixture(scope="module")
+def quantized() -> Exported:
+    return exported("kimi_k3", "two-bank", "8bit")
+
+
+def check(directory: Path, made: Exported, plan: Plan | None = None) -> int:
+    source = open_source(str(made.source))
+    return verify(directory, source, plan or made.plan, made.spec)
+
+
+def test_an_undamaged_copy_passes(quantized: Exported, tmp_path: Path) -> None:
+    copy = exports.damaged(quantized.path, tmp_path / "copy", lambda shard: shard)
+    assert check(copy, quantized) == quantized.result.tensors
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_noticed(damage: str, quantized: Exported, tmp_path: Path) -> None:
+    message, edit = DAMAGES[damage]
+    copy = exports.damaged(quantized.path, tmp_path / "copy", edit)
+    assert exports.raw_tensors(copy) != exports.raw_tensors(quantized.path)
+    with pytest.raises(ReapError, match=message):
+        check(copy, quantized)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [HIGH, LOW, f"{L}2.mlp.gate", EMBEDDING, f"{L}0.mlp.down_proj", f"{L}3.self_attn.embed_q"],
+)
+def test_a_path_left_in_another_format_is_noticed(
+    path: str, quantized: Exported, tmp_path: Path
+) -> None:
+    """mlx-lm loads such a checkpoint without a word: it goes by the tensors."""
+    planned = quantized.plan.quantization[path]
+
+    def edit(shard: Tensors) -> Tensors:
+        if f"{path}.weight" not in shard:
+            return shard
+        parts = [shard.pop(f"{path}.{leaf}", None) for leaf in ("weight", "scales", "biases")]
+        weight = mx.dequantize(*parts, planned.group_size, planned.bits, mode=planned.mode)
+        return shard | {f"{path}.weight": weight.astype(mx.bfloat16)}
+
+    _noticed(path, edit, quantized, tmp_path)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 6])
+def test_a_path_with_other_bits_is_noticed(bits: int, quantized: Exported, tmp_path: Path) -> None:
+    path = f"{L}2.mlp.gate"
+    planned = quantized.plan.quantization[path]
+
+    def edit(shard: Tensors) -> Tensors:
+        if f"{path}.weight" not in shard:
+            return shard
+        parts = [shard[f"{path}.{leaf}"] for leaf in ("weight", "scales", "biases")]
+        weight = mx.dequantize(*parts, planned.group_size, planned.bits, mode=planned.mode)
+        packed = mx.quantize(weight, planned.group_size, bits)
+        return shard | {
+            f"{path}.{leaf}": array for leaf, array in zip(("weight", "scales", "biases"), packed)
+        }
+
+    _noticed(path, edit, quantized, tmp_path)
+
+
+@pytest.mark.parametrize("path", [f"{L}2.mlp.gate", f"{L}2.mlp_res_proj", f"{L}3.self_attn.o_proj"])
+def test_a_path_that_was_to_stay_dense_is_noticed(path: str, tmp_path: Path) -> None:
+    made = exported("kimi_k3", "two-bank")
+
+    def edit(shard: Tensors) -> Tensors:
+        if f"{path}.weight" not in shard:
+            return shard
+        packed = mx.quantize(shard[f"{path}.weight"], 64, 8)
+        return shard | {
+            f"{path}.{leaf}": array for leaf, array in zip(("weight", "scales", "biases"), packed)
+        }
+
+    _noticed(path, edit, made, tmp_path)
+
+
+def _noticed(path: str, edit: Damage, made: Exported, tmp_path: Path) -> None:
+    copy = exports.damaged(made.path, tmp_path / "copy", edit)
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization"].pop(path, None)
+    (copy / "config.json").write_text(json.dumps(config))
+    exports.load(copy)
+    with pytest.raises(ReapError, match=f"{re.escape(path)} is not stored as"):
+        check(copy, made)
+
+
+@pytest.mark.parametrize(("format", "nan", "fine"), [("nvfp4", 127, 126), ("mxfp4", 255, 127)])
+def test_every_formats_own_nan_is_noticed(format: str, nan: int, fine: int, tmp_path: Path) -> None:
+    """E4M3 scales (nvfp4) and E8M0 scales (mxfp4) have different codes for it."""
+    spec, source = exports.spec_of("qwen3_moe"), exports.source_checkpoint("qwen3_moe")
+    plan = exports.hand_plan(spec, exports.kept_experts(spec, "stock"), high=format)
+    result = exports.write(source, plan, tmp_path / "out")
+    made = Exported(source, spec, plan, tmp_path / "out", result)
+    name = "model.layers.0.mlp.switch_mlp.up_proj.scales"
+    check(exports.damaged(made.path, tmp_path / "fine", _edited(name, _with(fine))), made)
+    with pytest.raises(ReapError, match=f"{name} holds a value that is not finite"):
+        check(exports.damaged(made.path, tmp_path / "bad", _edited(name, _with(nan))), made)
+
+
+def test_experts_of_another_precision_than_the_sources_are_not_compared(tmp_path: Path) -> None:
+    """A high bank may be requantized, too: then only its format and finiteness are checked."""
+    spec = exports.spec_of("qwen3_moe")
+    plan = exports.hand_plan(spec, exports.kept_experts(spec, "stock"), high="4bit-g64")
+    exports.write(exports.source_checkpoint("qwen3_moe"), plan, tmp_path / "out")
+    tensor = exports.raw_tensors(tmp_path / "out")["model.layers.0.mlp.switch_mlp.up_proj.weight"]
+    assert (tensor.dtype, tensor.shape[-1]) == ("U32", 128 * 4 // 32)
+
+
+# Safety
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """An output directory with something in it, alone in its parent."""
+    out = tmp_path / "parent" / "out"
+    out.mkdir(parents=True)
+    (out / "config.json").write_text("old")
+    (out / "model-00001-of-00001.safetensors").write_text("old")
+    return out
+
+
+def left(out: Path) -> dict[str, str | bytes]:
+    """Everything beside and below an output directory, without the plan."""
+    files = (file for file in out.parent.rglob("*") if file.is_file())
+    return {
+        str(file.relative_to(out.parent)): file.read_bytes()
+        for file in files
+        if not file.name.endswith(".plan.json")
+    }
+
+
+def write(made: Exported, out: Path, *, plan: Plan | None = None, force: bool = False) -> Any:
+    return exports.write(made.source, plan or made.plan, out, force=force)
+
+
+QWEN = ("qwen3_moe", "two-bank")
+
+
+def test_an_existing_output_is_refused(old: Path) -> None:
+    before = left(old)
+    with pytest.raises(ReapError, match="exists already"):
+        write(exported(*QWEN), old)
+    assert left(old) == before
+
+
+def test_force_replaces_all_of_it(old: Path) -> None:
+    (old / "model-00007-of-00007.safetensors").write_text("stale")
+    made = exported(*QWEN)
+    write(made, old, force=True)
+    assert exports.raw_tensors(old) == exports.raw_tensors(made.path)
+    assert {file.name for file in old.iterdir()} == {file.name for file in made.path.iterdir()}
+    assert {file.name for file in old.parent.iterdir()} == {"out", "out.plan.json"}
+
+
+FAULTS: dict[tuple[Any, str], BaseException] = {
+    (ShardWriter, "add"): OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    (ShardWriter, "close"): OSError(errno.EACCES, os.strerror(errno.EACCES)),
+    (exporting, "requantized"): RuntimeError("out of memory"),
+    (exporting, "_copy_files"): OSError(errno.EIO, os.strerror(errno.EIO)),
+    (exporting, "model_card"): KeyError("a bug"),
+    (exporting, "verify"): CheckpointError("damaged on the way"),
+    (verifying, "_check_forward"): KeyboardInterrupt(),
+}
+
+
+@pytest.mark.parametrize("where", FAULTS, ids=[name for _, name in FAULTS])
+@pytest.mark.parametrize("force", [False, True])
+def test_a_failure_leaves_nothing_behind(
+    where: tuple[Any, str], force: bool, old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = exported(*QWEN)
+    if not force:
+        shutil.rmtree(old)
+    before = left(old)
+    fault = FAULTS[where]
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise fault
+
+    owner, name = where
+    monkeypatch.setattr(owner, name, fail)
+    kind = ReapError if isinstance(fault, OSError) else type(fault)
+    with pytest.raises(kind) as caught:
+        write(made, old, force=force)
+    if isinstance(fault, OSError):
+        assert str(old) in str(caught.value) and str(fault.strerror) in str(caught.value)
+    assert left(old) == before
+    assert not list(old.parent.glob("*.partial"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "shard-00001.safetensors").symlink_to("/dev/full")
+    writer = ShardWriter(tmp_path)
+    writer.add({"a": mx.zeros((1000,))})
+    with pytest.raises(OSError, match="disk full"):
+        writer.close()
+
+
+def test_a_disk_that_is_too_small_is_named_with_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = exported("kimi_k3", "two-bank")
+    need = made.plan.waterfall.weights + made.plan.waterfall.carried
+    out = tmp_path / "new" / "out"
+    out.parent.mkdir()
+    asked: list[Path] = []
+
+    def usage(path: Path) -> SimpleNamespace:
+        asked.append(Path(path))
+        return SimpleNamespace(free=need - 1)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    with pytest.raises(ReapError, match=f"needs {need:,} bytes, .* has {need - 1:,} free"):
+        write(made, out)
+    assert asked == [out.parent] and not out.exists()
+
+
+def test_the_source_is_never_written_over(tmp_path: Path) -> None:
+    source = shutil.copytree(exports.source_checkpoint("qwen3_moe"), tmp_path / "source")
+    made = replace(exported(*QWEN), source=source)
+    (tmp_path / "link").symlink_to(source)
+    before = left(source)
+    for out in (source, tmp_path / "link", tmp_path / "link" / ".." / "source", tmp_path):
+        plan_file = tmp_path.parent / f"{tmp_path.name}.plan.json"
+        made.plan.save(plan_file, force=True)
+        with pytest.raises(ReapError, match="source"):
+            exports.export(
+                open_source(str(source)), made.plan, out, plan_file=plan_file, force=True
+            )
+    assert left(source) == before
+
+
+def test_only_a_checkpoint_is_replaced_by_force(old: Path) -> None:
+    (old / "config.json").rename(old / "thesis.tex")
+    before = left(old)
+    with pytest.raises(ReapError, match="is not a checkpoint"):
+        write(exported(*QWEN), old, force=True)
+    assert left(old) == before
+    for file in old.iterdir():
+        file.unlink()
+    write(exported(*QWEN), old, force=True)
+
+
+def test_the_plan_is_never_written_over(old: Path) -> None:
+    made = exported(*QWEN)
+    made.plan.save(old / "plan.json")
+    before = left(old)
+    source = open_source(str(made.source))
+    with pytest.raises(ReapError, match="holds the plan"):
+        exports.export(source, made.plan, old, plan_file=old / "plan.json", force=True)
+    assert left(old) == before
+
+
+def test_a_missing_plan_file_is_found_before_anything_is_written(tmp_path: Path) -> None:
+    made = exported(*QWEN)
+    source = open_source(str(made.source))
+    told: list[str] = []
+    with pytest.raises((ReapError, OSError), match=r"no\.json|No such file"):
+        exports.export(
+            source,
+            made.plan,
+            tmp_path / "out",
+            plan_file=tmp_path / "no.json",
+            progress=lambda doing, done, total: told.append(doing),
+        )
+    assert not told and not (tmp_path / "out").exists()
+
+
+def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
+    models.write_qwen3_moe(tmp_path / "other-model", experts=12, layers=4, mlp_only_layers=[1])
+    made = exported(*QWEN)
+    mine, other = made.spec.config_sha256[:12], None
+    other = open_checkpoint(str(tmp_path / "other-model")).config_sha256[:12]
+    with pytest.raises(ReapError, match=rf"{made.spec.model}.*{mine}.*other-model.*{other}"):
+        exports.write(tmp_path / "other-model", made.plan, tmp_path / "out")
+
+
+def _layers(plan: Plan, change: Callable[[LayerPlan], LayerPlan]) -> Plan:
+    return replace(plan, layers=tuple(change(layer) for layer in plan.layers))
+
+
+EDITS: dict[str, tuple[tuple[str, str], str, Callable[[Plan], Plan]]] = {
+    "layer left out": (QWEN, "MoE layers", lambda p: replace(p, layers=p.layers[1:])),
+    "too few for the router": (
+        ("qwen3_moe", "stock"),
+        "layer 0 keeps 1 .* 2",
+        lambda p: _layers(p, lambda layer: replace(layer, kept=layer.kept[:1], high=1)),
+    ),
+    "none kept": (
+        ("kimi_k3", "stock"),
+        "layer 1 keeps 0",
+        lambda p: _layers(p, lambda layer: replace(layer, kept=(), high=0)),
+    ),
+    "groups left unequal": (
+        ("deepseek_v3-groups", "stock"),
+        "group",
+        lambda p: _layers(p, lambda x: replace(x, kept=x.kept[:-4], high=x.high - 4)),
+    ),
+    "groups mixed up": (
+        ("deepseek_v3-groups", "stock"),
+        "group",
+        lambda p: _layers(p, lambda layer: replace(layer, kept=layer.kept[::-1])),
+    ),
+    "banks within groups": (
+        ("deepseek_v3-groups", "per-layer"),
+        "two banks",
+        lambda p: replace(_layers(p, lambda x: replace(x, high=4)), layout="two-bank"),
+    ),
+    "bytes left as they were": (
+        QWEN,
+        "waterfall",
+        lambda p: _layers(p, lambda layer: replace(layer, kept=layer.kept[:-1], high=1)),
+    ),
+    "more experts than there are": (
+        QWEN,
+        "12 experts",
+        lambda p: replace(p, num_experts=16),
+    ),
+    "router at 4 bits": (
+        QWEN,
+        "mlp.gate.* 8 bit",
+        lambda p: replace(p, trunk={"model.layers.0.mlp.gate": Format(4, 64, "affine")}),
+    ),
+    "norm quantized": (
+        QWEN,
+        "model.norm",
+        lambda p: replace(p, trunk={"model.norm": Format(8, 64, "affine")}),
+    ),
+    "path that is nowhere": (
+        QWEN,
+        "model.nowhere",
+        lambda p: replace(p, trunk={"model.nowhere": Format(8, 64, "affine")}),
+    ),
+    "group size that does not divide": (
+        QWEN,
+        "model.layers.0.self_attn.q_proj",
+        lambda p: replace(p, trunk={"model.layers.0.self_attn.q_proj": Format(8, 256, "affine")}),
+    ),
+    "projection without a format": (
+        QWEN,
+        "up_proj",
+        lambda p: replace(p, high={n: f for n, f in p.high.items() if n != "up_proj"}),
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_plan_that_the_model_cannot_have_is_refused_before_writing(
+    edit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, message, change = EDITS[edit]
+    made = exported(*case)
+    monkeypatch.setattr(ShardWriter, "add", lambda *args: pytest.fail("it was written"))
+    with pytest.raises(ReapError, match=message):
+        write(made, tmp_path / "out", plan=change(made.plan))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["expert_counts", "expert_bank_split", "layers"])
+def test_a_plan_edited_in_one_place_only_does_not_load(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    exported(*QWEN).plan.save(path)
+    data = json.loads(path.read_text())
+    if name == "layers":
+        data["layers"][0]["kept"].pop()
+    else:
+        data[name][0] += 1
+    path.write_text(json.dumps(data))
+    with pytest.raises(ArtifactError, match=r"expert_(counts|bank_split)\[0\] is "):
+        Plan.load(path)
+
+
+def test_a_wrong_number_of_bytes_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the cause: here verification is blind and a norm was widened."""
+    made = exported(*QWEN)
+    original = exporting._layer_tensors
+
+    def widened(*args: Any) -> Tensors:
+        return {
+            name: array.astype(mx.float32) if "norm" in name else array
+            for name, array in original(*args).items()
+        }
+
+    monkeypatch.setattr(exporting, "_layer_tensors", widened)
+    with pytest.raises(ReapError, match="differs"):
+        write(made, tmp_path / "out")
+    monkeypatch.setattr(exporting, "verify", lambda *args: 0)
+    with pytest.raises(ReapError, match=r"the export has .* the plan says"):
+        write(made, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# Shards
+
+
+def test_small_shards_are_indexed_and_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = 200_000
+    small = functools.partial(ShardWriter, shard_bytes=limit)
+    monkeypatch.setattr(exporting, "ShardWriter", small)
+    made = exported(*QWEN)
+    out = tmp_path / "out"
+    write(made, out)
+    files = sorted(out.glob("*.safetensors"))
+    assert len(files) > 5
+    assert [f.name for f in files] == [
+        f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)
+    ]
+    where = {}
+    for file in files:
+        shard = mx.load(str(file))
+        assert sum(array.nbytes for array in shard.values()) <= limit or len(shard) == 1
+        where |= dict.fromkeys(shard, file.name)
+    index = json.loads((out / INDEX).read_text())
+    assert index["weight_map"] == where
+    assert index["metadata"]["total_size"] == made.result.nbytes
+    assert exports.raw_tensors(out) == exports.raw_tensors(made.path)
+    np.testing.assert_array_equal(
+        exports.logits(exports.load(out)), exports.logits(exports.load(made.path))
+    )
+
+
+def test_a_shard_is_let_go_once_it_is_written(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, shard_bytes=4000)
+    mx.clear_cache()
+    start = mx.get_active_memory()
+    for number in range(50):
+        writer.add({f"t{number}": mx.full((1000,), number, mx.float32)})
+        writer.evaluate()
+    assert mx.get_active_memory() - start < 5 * 4000
+    writer.close()
+    found: Mapping[str, Raw] = exports.raw_tensors(tmp_path)
+    assert {name: t.data[:4] for name, t in found.items()} == {
+        f"t{n}": np.float32(n).tobytes() for n in range(50)
+    }
+
+
+def test_check_plan_accepts_what_fits() -> None:
+    for case in CASES:
+        made = exported(*case)
+        check_plan(open_source(str(made.source)), made.plan, made.spec)
