@@ -74,6 +74,11 @@ def _rounding(value: Any) -> str:
     return str(value)
 
 
+def _as_it_is(value: Any) -> Any:
+    """PlanSettings checks it."""
+    return value
+
+
 def _size(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("a size like 512GB")
@@ -98,10 +103,15 @@ _PLAN: dict[str, Check] = {
     "trunk": _word,
     "high": _word,
     "low": _word,
-    "low_rounding": _rounding,
+    "low_down": _word,
     "min_experts": _whole(1),
     "min_bank": _whole(1),
     "criterion": _word,
+    "low_rounding": _rounding,
+    "keep": _as_it_is,
+    "protect_super": _whole(0),
+    "domains": _as_it_is,
+    "clamp": _as_it_is,
 }
 
 

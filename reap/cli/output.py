@@ -24,7 +24,7 @@ from rich.text import Text
 
 from reap.progress import Progress as Callback
 
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else 120)
 
 
 def say(message: str) -> None:

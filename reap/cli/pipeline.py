@@ -140,7 +140,7 @@ class Pipeline:
             return "it was made from another saliency file"
         if "recipe" in plan.settings:
             return f"it was made with --plain {plan.settings['recipe']}"
-        return _changed(plan.settings, asdict(PlanSettings(**self.recipe.plan)))
+        return _changed(plan.settings, PlanSettings(**self.recipe.plan).to_json())
 
     def _export(self) -> None:
         stages.export(

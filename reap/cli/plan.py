@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -12,6 +13,7 @@ from reap.artifacts.plan import Layout, Rounding
 from reap.artifacts.saliency import CRITERIA
 from reap.cli.options import Force, Json, Run
 from reap.planning.settings import TRUNKS, PlanSettings
+from reap.planning.size import parse_size
 
 
 def plan(
@@ -81,16 +83,68 @@ def plan(
         str,
         typer.Option(metavar="NAME", help=f"Ranks a layer's experts: {', '.join(CRITERIA)}."),
     ] = PlanSettings.criterion,
+    low_down: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Low bank's down projections, if they differ.",
+            show_default=False,
+        ),
+    ] = PlanSettings.low_down,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LAYER:EXPERT,…",
+            help="Experts that must be in the high bank, e.g. 3:17,40; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    protect_super: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=0, help="So many experts of extreme output must be in the high bank."
+        ),
+    ] = PlanSettings.protect_super,
+    domains: Annotated[
+        str,
+        typer.Option(
+            metavar="HOW", help="How domains count: sum, worst, or weights like code=2,prose=1."
+        ),
+    ] = str(PlanSettings.domains),
+    clamp: Annotated[
+        str,
+        typer.Option(
+            metavar="HOW",
+            help="Limits of a layer's count relative to the uniform one: auto, none, or 0.5:1.6.",
+        ),
+    ] = str(PlanSettings.clamp),
     plain: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="A plain recipe at the same bytes to compare with: random, low, two-bank or a "
-            "criterion.",
+            help="A plain recipe at the same bytes to compare with: random, low, two-bank, "
+            "coverage, global-reap or a criterion.",
             show_default=False,
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of --plain random.")] = 0,
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            "--sweep", help="Plan nothing: show what other sizes would give, and what more buys."
+        ),
+    ] = False,
+    extra: Annotated[
+        str, typer.Option(metavar="SIZE", help="The more that --sweep asks about.")
+    ] = "10GB",
+    diff: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PLAN",
+            help="Plan nothing: show what the run's plan does differently from PLAN.",
+            show_default=False,
+        ),
+    ] = None,
     saliency: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Saliency file; default: the run's.", show_default=False),
@@ -108,9 +162,21 @@ def plan(
     from reap.cli.output import print_json, say
     from reap.cli.rundir import RunDirectory
 
-    settings = _settings(ctx, recipe)
     directory = RunDirectory.find(run, saliency)
     target = out or directory.plan
+    if diff is not None:
+        found = show.plan_diff(diff, target)
+        if json:
+            print_json(show.diff_figures(found))
+        else:
+            say(str(found))
+        return
+    settings = _settings(ctx, recipe)
+    if sweep:
+        figures = show.sweep(saliency or directory.saliency, settings, extra, quiet=json)
+        if json:
+            print_json(figures)
+        return
     made = stages.plan(
         saliency or directory.saliency, settings, target, plain=plain, seed=seed, force=force
     )
@@ -122,7 +188,6 @@ def plan(
 
 def _settings(ctx: typer.Context, recipe: str | None) -> PlanSettings:
     """What was typed goes before the recipe, the recipe before the defaults."""
-    from reap.planning import parse_size
     from reap.recipes import load_recipe
 
     typed: dict[str, Any] = {}
@@ -130,9 +195,39 @@ def _settings(ctx: typer.Context, recipe: str | None) -> PlanSettings:
         source = ctx.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             value = ctx.params[name]
-            typed[name] = parse_size(value) if name in ("budget", "size") else value
+            typed[name] = _READ.get(name, lambda value: value)(value)
     chosen = dict(load_recipe(recipe).plan) if recipe else {}
     if "budget" in typed or "size" in typed:
         chosen.pop("budget", None)
         chosen.pop("size", None)
     return PlanSettings(**(chosen | typed))
+
+
+def _kept(texts: list[str]) -> list[tuple[str, str]]:
+    """["3:17,40"] → layer and expert pairs, checked by PlanSettings."""
+    pairs = []
+    for text in texts:
+        layer, _, experts = text.partition(":")
+        pairs += [(layer, expert) for expert in experts.split(",")]
+    return pairs
+
+
+def _domains(text: str) -> str | dict[str, str]:
+    if "=" not in text:
+        return text
+    parts = (part.partition("=") for part in text.split(","))
+    return {name.strip(): weight for name, _, weight in parts}
+
+
+def _clamp(text: str) -> str | list[str] | None:
+    return None if text == "none" else text.split(":") if ":" in text else text
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "budget": parse_size,
+    "size": parse_size,
+    "keep": _kept,
+    "domains": _domains,
+    "clamp": _clamp,
+}
+"""How the text of an option becomes a setting, where it is not taken as it is."""

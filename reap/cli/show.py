@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from reap.planning import format_size
 
 if TYPE_CHECKING:
     from reap.models.source import SourceModel
+    from reap.planning import PlanDiff, PlanSettings
 
 Figures = dict[str, Any]
 
@@ -120,6 +123,58 @@ def show_plan(plan: Plan) -> None:
     say(f"Predicted damage {plan.damage:.4g}, lower bound {plan.lower_bound:.4g}.")
     for name, damage in plan.alternatives.items():
         say(f"  {name}: {damage:.4g}")
+    rule = plan.settings.get("low_bank")
+    if rule:
+        say(rule["rule"])
+    for warning in plan.settings.get("warnings", ()):
+        say(f"warning: {warning}")
+
+
+def plan_diff(before: Path, after: Path) -> PlanDiff:
+    """What the plan in `after` does differently from that in `before`."""
+    from reap.planning import diff
+
+    return diff(Plan.load(before), Plan.load(after))
+
+
+def diff_figures(found: PlanDiff) -> Figures:
+    return asdict(found) | {"jaccard": found.jaccard}
+
+
+def sweep(saliency: Path, settings: PlanSettings, extra: str, *, quiet: bool) -> Figures:
+    """The frontier of sizes and what `extra` more bytes buy; a table on stderr unless `quiet`."""
+    from reap.planning import frontier, next_bytes, parse_size
+
+    measured = Saliency.load(saliency)
+    points = frontier(measured, settings)
+    more = next_bytes(measured, settings, parse_size(extra))
+    if not quiet:
+        rows = []
+        for point in points:
+            best = min(point.plain, key=lambda name: point.plain[name], default="")
+            rows.append(
+                [
+                    format_size(point.amount),
+                    format_size(point.weights),
+                    f"{point.kept:,}",
+                    f"{point.high:,}",
+                    point.layout,
+                    f"{point.damage:.4g}",
+                    f"{point.lower_bound:.4g}",
+                    f"{point.plain[best]:.4g} {best}" if best else "-",
+                ]
+            )
+        what = "size" if settings.budget is None else "budget"
+        table(
+            "Predicted damage",
+            [what, "weights", "kept", "high", "layout", "damage", "bound", "best plain recipe"],
+            rows,
+        )
+        say(str(more))
+    return {
+        "frontier": [asdict(point) for point in points],
+        "more": asdict(more) | {"gain": more.gain},
+    }
 
 
 def evaluation_figures(evaluation: Evaluation) -> Figures:

@@ -46,7 +46,8 @@ UNIFORM_LOW = "uniform low bits"
 UNIFORM_TWO_BANK = "uniform two-bank"
 ALTERNATIVE_LAYOUT = "best {} plan"
 
-RECIPES = ("random", "low", "two-bank", *CRITERIA)
+SPREADS = ("coverage", "global-reap")
+RECIPES = ("random", "low", "two-bank", *SPREADS, *CRITERIA)
 
 
 def make_plan(saliency: Saliency, settings: PlanSettings, *, provenance: Provenance) -> Plan:
@@ -134,9 +135,12 @@ def plain_plan(
 ) -> Plan:
     """What people do without a planner, at the same bytes, to compare with: as many experts as fit.
 
-    All recipes keep the same number in every layer. A criterion's name (see CRITERIA): the best by
+    Most recipes keep the same number in every layer. A criterion's name (see CRITERIA): the best by
     it, in the high bank. "random": any, drawn with `seed`, in the high bank. "low": the best by
     energy, in the low bank. "two-bank": the same split in every layer, the best count and split.
+    Two recipes spread high experts unevenly: "coverage" keeps in every layer as few as carry the
+    same share of its gate-norm mass (SHAPE, arXiv 2606.09886), "global-reap" the best of the model
+    by the raw REAP score. Both keep the settings' minimum in every layer.
     """
     if recipe not in RECIPES:
         raise ReapError(f"unknown recipe {recipe!r}.", f"one of {', '.join(RECIPES)}")
@@ -144,7 +148,8 @@ def plain_plan(
         shape = len(saliency.spec.moe_layers), saliency.spec.num_experts
         scores = np.random.default_rng(seed).random(shape)
     else:
-        scores = saliency.score(recipe if recipe in CRITERIA else "energy")
+        ranked_by = {"coverage": "reap-all-tokens", "global-reap": "reap"}.get(recipe, recipe)
+        scores = saliency.score(ranked_by if ranked_by in CRITERIA else "energy")
     task = prepare(saliency, _plain(settings), scores=scores)
     if recipe in ("low", "two-bank") and not task.precision.low:
         raise ReapError(
@@ -154,8 +159,11 @@ def plain_plan(
     if recipe == "two-bank" and saliency.spec.n_group > 1:
         raise _no_two_banks(saliency.spec)
     require(task, plain="low" if recipe in ("low", "two-bank") else "high")
-    bank = {"low": "low", "two-bank": "two"}.get(recipe, "high")
-    solution = _uniform(task, bank, most=bank != "two")
+    if recipe in SPREADS:
+        solution: Solution | None = _spread(task, scores, recipe)
+    else:
+        bank = {"low": "low", "two-bank": "two"}.get(recipe, "high")
+        solution = _uniform(task, bank, most=bank != "two")
     assert solution is not None
     notes = {"recipe": recipe, "seed": seed}
     return _plan(task, solution, _simplest(solution), provenance, {}, notes)
@@ -431,6 +439,40 @@ def _uniform(task: Task, bank: str, *, most: bool = False) -> Solution | None:
         return None
     kept, high = (np.full(len(task.spec.moe_layers), number) for number in shared)
     return _scored(task, kept, high)
+
+
+def _spread(task: Task, scores: Floats, recipe: str) -> Solution:
+    """Uneven counts, all high: the largest coverage, or the lowest score, that fits.
+
+    The candidates are the values at which a count changes, so the bisection is exact.
+    """
+    falling = -np.sort(-scores, axis=1)
+    if recipe == "coverage":
+        mass = np.cumsum(falling, axis=1)
+        levels = mass / np.maximum(mass[:, -1:], np.finfo(np.float64).tiny)
+    else:
+        levels = -falling
+    candidates = np.unique(levels)
+    step = task.spec.n_group
+
+    def counts(level: float) -> Ints:
+        if recipe == "coverage":  # the expert that reaches the share is needed too
+            reached = (levels < level).sum(axis=1) + 1
+        else:
+            reached = (levels <= level).sum(axis=1)
+        whole = -(-np.maximum(reached, task.floor) // step) * step
+        return np.minimum(whole, task.spec.num_experts).astype(np.int64)
+
+    low, high = 0, len(candidates) - 1
+    best = counts(candidates[0])
+    while low <= high:
+        middle = (low + high) // 2
+        trial = counts(candidates[middle])
+        if task.fits(trial, trial):
+            best, low = trial, middle + 1
+        else:
+            high = middle - 1
+    return _scored(task, best, best)
 
 
 def _scored(task: Task, kept: Ints, high: Ints, bound: float | None = None) -> Solution:

@@ -85,6 +85,6 @@ class LowBankRule:
         ratio, pays = self.ratio, int(self.pays.sum())
         return (
             f"A {self.format} bank pays below a ratio of {np.median(self.break_even):.2f}; here it "
-            f"is {np.median(ratio):.2f} ({ratio.min():.2f}-{ratio.max():.2f}): it pays in {pays} "
-            f"of {len(ratio)} layers."
+            f"is {np.median(ratio):.2g} ({ratio.min():.2g} to {ratio.max():.2g}): it pays in "
+            f"{pays} of {len(ratio)} layers."
         )
