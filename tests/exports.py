@@ -97,13 +97,18 @@ def _exported(family: str, shape: str, trunk: str) -> Exported:
 
 
 def write(
-    source: Path | SourceModel, plan: Plan, out: Path, *, force: bool = False
+    source: Path | SourceModel,
+    plan: Plan,
+    out: Path,
+    *,
+    saliency: Path | None = None,
+    force: bool = False,
 ) -> ExportResult:
     """Export, with the plan saved beside `out`."""
     plan_file = out.with_name(f"{out.name}.plan.json")
     plan.save(plan_file, force=True)
     model = source if isinstance(source, SourceModel) else open_source(str(source))
-    return export(model, plan, out, plan_file=plan_file, force=force)
+    return export(model, plan, out, plan_file=plan_file, saliency=saliency, force=force)
 
 
 def kept_experts(spec: ModelSpec, shape: str) -> Kept:

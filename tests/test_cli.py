@@ -719,6 +719,10 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "damaged": (("inspect", "damaged.json"), "damaged.json is damaged"),
     "nothing": (("inspect", "nothing"), "nothing does not exist."),
     "no such plan": (("export", "--plan", "no.json", "--model", MODEL), "no.json does not exist."),
+    "no such saliency": (
+        ("export", "--saliency", "no.safetensors", "--out", "new"),
+        "so export needs the saliency file, but no.safetensors does not exist.",
+    ),
     "folder as file": (("inspect", "folder"), "folder has no config.json."),
     "evaluation as plan": (
         ("report", "--plan", f"{RUN}/evaluation.json", "--out", "r"),
