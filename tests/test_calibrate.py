@@ -417,7 +417,7 @@ def test_the_measurement_does_not_depend_on_the_size_of_batches(
         )
         assert one is not None and other is not None
         for field in fields(Measurement):
-            if field.name != "formats":
+            if field.name not in ("formats", "low_rounding"):
                 a, b = getattr(one, field.name), getattr(other, field.name)
                 # Where nothing is lost, what is left is float32 rounding of sums around 1.
                 rounding = 1e-6 if field.name.endswith("_kl") else 1e-9 * np.abs(b).max()

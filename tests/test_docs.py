@@ -97,7 +97,14 @@ def test_defaults_of_calibrate_and_evaluate_are_those_of_their_settings() -> Non
     calibrate, evaluate = options("calibrate"), options("evaluate")
     made = CalibrationSettings()
 
-    for name in ("tokens", "sequence_length", "batch_tokens", "probe_tokens", "sensitivity"):
+    for name in (
+        "tokens",
+        "sequence_length",
+        "batch_tokens",
+        "probe_tokens",
+        "sensitivity",
+        "low_rounding",
+    ):
         assert calibrate[name].default == getattr(made, name)
     assert tuple(map(Format.parse, calibrate["low"].default)) == made.low_formats
     for name in ("tokens", "sequence_length"):

@@ -77,13 +77,15 @@ class LayerMoments:
             for name, projection in self._projections.items():
                 hooks.enter_context(hooked(projection, projection_call(name)))
             yield
+        # Only now: whoever observes the experts' outputs can name the expert.
+        for name, sums in self.sums.items():
+            if not np.isfinite(sums).all():
+                raise CalibrationError(
+                    f"the input of {name} in layer {self.layer} has a value that is not finite.",
+                    "its weights are damaged or its activations overflow; check the checkpoint",
+                )
 
     def _add(self, name: str, sums: np.ndarray, count: int) -> None:
-        if not np.isfinite(sums).all():
-            raise CalibrationError(
-                f"the input of {name} in layer {self.layer} has a value that is not finite.",
-                "its weights are damaged or its activations overflow; check the checkpoint",
-            )
         self.sums[name] = self.sums.get(name, 0.0) + sums
         self.rows[name] += count
 
