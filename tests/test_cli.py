@@ -176,6 +176,7 @@ def test_files_say_by_which_command_and_settings_they_were_made(
         "probe_tokens": 100,
         "sensitivity": True,
         "low_formats": ["2-bit g128", "3-bit g128"],
+        "low_rounding": "weighted",
     }
     assert evaluation.command.startswith("reap evaluate --tokens 600 ")
     assert evaluation.settings["sequence_length"] == 64
