@@ -97,7 +97,7 @@ def plans(saliency: Saliency, share: float, digest: str) -> dict[str, Plan]:
     return made
 
 
-def measure(made: dict[str, Plan], place: Path, tokens: int) -> list[Evaluation]:
+def measure(made: dict[str, Plan], saliency: Path, place: Path, tokens: int) -> list[Evaluation]:
     """Export every plan, load it again, and evaluate all in one pass over the text."""
     with tempfile.TemporaryDirectory() as scratch:
         checkpoints = {}
@@ -106,7 +106,8 @@ def measure(made: dict[str, Plan], place: Path, tokens: int) -> list[Evaluation]
             plan_file = place / ("plan.json" if not number else f"plan-{number}.json")
             plan.save(plan_file, force=True)
             checkpoint = Path(scratch) / str(number)
-            export(open_source(str(embedded_model())), plan, checkpoint, plan_file=plan_file)
+            source = open_source(str(embedded_model()))
+            export(source, plan, checkpoint, plan_file=plan_file, saliency=saliency)
             checkpoints[label] = open_source(str(checkpoint))
         say("evaluating")
         return evaluate_all(
@@ -134,7 +135,7 @@ def run(directory: Path, *, tokens: int, calibration_tokens: int | None) -> list
         say(f"{share:.0%} of the expert bytes")
         made = plans(saliency, share, sha256(file))
         files = []
-        for number, found in enumerate(measure(made, place, tokens)):
+        for number, found in enumerate(measure(made, file, place, tokens)):
             files.append(place / f"evaluation-{number}.json")
             found.save(files[-1], force=True)
             candidates.append(Candidate(share, found.label, made[found.label], found))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
+from reap.artifacts.plan import Rounding
 from reap.data import data_directory, embedded_model
 from reap.errors import ReapError
 from reap.planning.size import parse_size
@@ -67,6 +68,12 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _rounding(value: Any) -> str:
+    if value not in get_args(Rounding):
+        raise ValueError(f"one of {', '.join(get_args(Rounding))}")
+    return str(value)
+
+
 def _as_it_is(value: Any) -> Any:
     """PlanSettings checks it."""
     return value
@@ -95,6 +102,7 @@ _CALIBRATION: dict[str, Check] = {
     "probe_tokens": _whole(0),
     "sensitivity": _flag,
     "low": _names,
+    "low_rounding": _rounding,
 }
 _PLAN: dict[str, Check] = {
     "budget": _size,
@@ -109,6 +117,7 @@ _PLAN: dict[str, Check] = {
     "min_experts": _whole(1),
     "min_bank": _whole(1),
     "criterion": _word,
+    "low_rounding": _rounding,
     "keep": _as_it_is,
     "protect_super": _whole(0),
     "domains": _as_it_is,

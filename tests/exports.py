@@ -97,13 +97,18 @@ def _exported(family: str, shape: str, trunk: str) -> Exported:
 
 
 def write(
-    source: Path | SourceModel, plan: Plan, out: Path, *, force: bool = False
+    source: Path | SourceModel,
+    plan: Plan,
+    out: Path,
+    *,
+    saliency: Path | None = None,
+    force: bool = False,
 ) -> ExportResult:
     """Export, with the plan saved beside `out`."""
     plan_file = out.with_name(f"{out.name}.plan.json")
     plan.save(plan_file, force=True)
     model = source if isinstance(source, SourceModel) else open_source(str(source))
-    return export(model, plan, out, plan_file=plan_file, force=force)
+    return export(model, plan, out, plan_file=plan_file, saliency=saliency, force=force)
 
 
 def kept_experts(spec: ModelSpec, shape: str) -> Kept:
@@ -138,7 +143,10 @@ def kept_experts(spec: ModelSpec, shape: str) -> Kept:
 def hand_plan(
     spec: ModelSpec, kept: Kept, *, trunk: str = "source", high: str = "source", low: str = "2bit"
 ) -> Plan:
-    """A plan that keeps exactly `kept`, with the bytes that `spec` gives for it."""
+    """A plan that keeps exactly `kept`, with the bytes that `spec` gives for it.
+
+    The low bank is rounded as `mx.quantize` does it, so that tests can compare with that.
+    """
     precision = choose_precision(spec, PlanSettings(size=1, trunk=trunk, high=high, low=low))
     layers = tuple(LayerPlan(index, tuple(ids), first) for index, (ids, first) in kept.items())
     counts = np.array([len(layer.kept) for layer in layers])
@@ -170,6 +178,7 @@ def hand_plan(
         waterfall=water,
         damage=0.0,
         lower_bound=0.0,
+        low_rounding="plain",
     )
 
 

@@ -24,6 +24,7 @@ from reap.artifacts import (
     Projection,
     Provenance,
     Saliency,
+    SecondMoments,
     Waterfall,
 )
 from reap.artifacts.files import written_whole
@@ -224,8 +225,8 @@ def test_plan_refuses_other_files(tmp_path: Path) -> None:
         assert caught.value.message == f"{path} is not a reap file; expected reap.plan."
     message = edited(path, lambda data: data.update(format="reap.evaluation"))
     assert message == f"{path} is a reap.evaluation file; expected reap.plan."
-    message = edited(path, lambda data: data.update(format_version=2))
-    assert message == f"{path} has reap.plan version 2; this reap reads version 1."
+    message = edited(path, lambda data: data.update(format_version=3))
+    assert message == f"{path} has reap.plan version 3; this reap reads versions up to 2."
 
 
 @pytest.mark.parametrize(
@@ -305,12 +306,12 @@ def test_saliency_refuses_other_files(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as caught:
         Saliency.load(path)
     assert caught.value.message == f"{path} is a reap.x file; expected reap.saliency."
-    header = '{"format": "reap.saliency", "format_version": 2}'
+    header = '{"format": "reap.saliency", "format_version": 3}'
     save_file({"count": np.zeros(3)}, path, {"reap": header})
     with pytest.raises(ArtifactError) as caught:
         Saliency.load(path)
     assert caught.value.message == (
-        f"{path} has reap.saliency version 2; this reap reads version 1."
+        f"{path} has reap.saliency version 3; this reap reads versions up to 2."
     )
     assert caught.value.hint == (
         "make it again with this version of reap, or use the reap that wrote it"
@@ -422,6 +423,82 @@ def test_parse_format(text: str, expected: Format) -> None:
 def test_parse_format_refuses(text: str) -> None:
     with pytest.raises(ValueError):
         Format.parse(text)
+
+
+def make_moments(seed: int = 0) -> SecondMoments:
+    rng = np.random.default_rng(seed)
+    return SecondMoments({"up_proj": rng.random((2, 256))}, {"up_proj": np.array([40, 80])})
+
+
+def test_second_moments_survive_the_file_and_give_means(tmp_path: Path) -> None:
+    file = tmp_path / "saliency.safetensors"
+    moments = make_moments()
+    replace(make_saliency(), moments=moments).save(file)
+    loaded = Saliency.load(file).moments
+    assert loaded is not None
+    assert np.array_equal(loaded.sums["up_proj"], moments.sums["up_proj"])
+    assert np.array_equal(loaded.rows["up_proj"], [40, 80])
+    assert np.array_equal(loaded.mean("up_proj", 1), moments.sums["up_proj"][1] / 80)
+
+
+def test_products_of_one_input_are_stored_once_and_added_up(tmp_path: Path) -> None:
+    product = np.random.default_rng(0).random((2, 4, 4)).astype(np.float32)
+    names = ("up_proj", "gate_proj")
+    moments = SecondMoments(
+        sums=dict.fromkeys(names, np.ones((2, 4))),
+        rows=dict.fromkeys(names, np.array([10, 20])),
+        products=dict.fromkeys(names, product),
+    )
+    file = tmp_path / "saliency.safetensors"
+    replace(make_saliency(), moments=moments).save(file)
+    assert sum(name.startswith("moments.products") for name in load_file(file)) == 1
+    loaded = Saliency.load(file).moments
+    assert loaded is not None
+    assert loaded.products["gate_proj"] is loaded.products["up_proj"]
+    assert np.allclose(loaded.covariance("up_proj", 1), product[1] / 20)
+    both = loaded.merged(loaded)
+    assert both.products["gate_proj"] is both.products["up_proj"]
+    assert np.array_equal(both.products["up_proj"], product + product)
+    assert loaded.merged(replace(loaded, products={})).products == {}
+
+
+def test_second_moments_add_up_or_come_from_the_run_that_has_them() -> None:
+    without, one = make_saliency(), replace(make_saliency(), moments=make_moments())
+    other = replace(make_saliency(), moments=make_moments(1))
+    both = one.merged(other, provenance=PROVENANCE).moments
+    assert both is not None
+    assert np.array_equal(both.rows["up_proj"], [80, 160])
+    expected = make_moments().sums["up_proj"] + make_moments(1).sums["up_proj"]
+    assert np.array_equal(both.sums["up_proj"], expected)
+    for merged in (
+        one.merged(without, provenance=PROVENANCE),
+        without.merged(one, provenance=PROVENANCE),
+    ):
+        assert merged.moments is one.moments
+    assert without.merged(without, provenance=PROVENANCE).moments is None
+
+
+def test_how_low_bits_were_rounded_survives_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "saliency.safetensors"
+    saliency = make_saliency()
+    assert saliency.measurement is not None
+    measured = replace(saliency.measurement, low_rounding="weighted")
+    replace(saliency, measurement=measured).save(file)
+    loaded = Saliency.load(file).measurement
+    assert loaded is not None and loaded.low_rounding == "weighted"
+
+
+def test_a_plan_keeps_its_rounding_and_older_plans_are_plain(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    replace(make_plan(), low_rounding="search").save(file)
+    assert Plan.load(file).low_rounding == "search"
+    data = json.loads(file.read_text())
+    del data["low_rounding"]
+    file.write_text(json.dumps(data | {"format_version": 1}))
+    assert Plan.load(file).low_rounding == "plain"
+    file.write_text(json.dumps(data | {"low_rounding": "up"}))
+    with pytest.raises(ArtifactError, match="low_rounding is 'up'"):
+        Plan.load(file)
 
 
 def test_a_failed_write_leaves_nothing_and_a_crash_between_renames_is_mended(

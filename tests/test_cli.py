@@ -177,6 +177,7 @@ def test_files_say_by_which_command_and_settings_they_were_made(
         "probe_tokens": 100,
         "sensitivity": True,
         "low_formats": ["2-bit g128", "3-bit g128"],
+        "low_rounding": "weighted",
     }
     assert evaluation.command.startswith("reap evaluate --tokens 600 ")
     assert evaluation.settings["sequence_length"] == 64
@@ -773,6 +774,10 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "damaged": (("inspect", "damaged.json"), "damaged.json is damaged"),
     "nothing": (("inspect", "nothing"), "nothing does not exist."),
     "no such plan": (("export", "--plan", "no.json", "--model", MODEL), "no.json does not exist."),
+    "no such saliency": (
+        ("export", "--saliency", "no.safetensors", "--out", "new"),
+        "so export needs the saliency file, but no.safetensors does not exist.",
+    ),
     "folder as file": (("inspect", "folder"), "folder has no config.json."),
     "evaluation as plan": (
         ("report", "--plan", f"{RUN}/evaluation.json", "--out", "r"),

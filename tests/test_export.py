@@ -96,7 +96,9 @@ def test_what_the_planner_makes_is_written_as_it_says(
     size = spec.trunk_bytes() // 4 + spec.experts_bytes // 2
     size += spec.trunk_bytes() // 2 if trunk == "source" else 0
     size += spec.trunk_bytes() // 4 if trunk != "4bit" else 0
-    settings = PlanSettings(size=size, layout=layout, trunk=trunk, min_experts=spec.min_experts)
+    settings = PlanSettings(
+        low_rounding="plain", size=size, layout=layout, trunk=trunk, min_experts=spec.min_experts
+    )
     plan = make_plan(saliency(spec), settings, provenance=provenance(spec))
     result = exports.write(source, plan, tmp_path / "out")
     written = exports.raw_tensors(tmp_path / "out")
@@ -113,7 +115,7 @@ def test_what_the_planner_makes_is_written_as_it_says(
 def test_plain_recipes_are_written_too(recipe: str, tmp_path: Path) -> None:
     spec = exports.spec_of("qwen3_moe")
     size = spec.trunk_bytes() + spec.experts_bytes // 2
-    settings = PlanSettings(size=size, min_experts=spec.min_experts)
+    settings = PlanSettings(low_rounding="plain", size=size, min_experts=spec.min_experts)
     plan = plain_plan(saliency(spec), settings, recipe=recipe, provenance=provenance(spec))
     source = exports.source_checkpoint("qwen3_moe")
     exports.write(source, plan, tmp_path / "out")

@@ -19,8 +19,10 @@ model: org/name
 description: A test.
 texts: [math, code]
 evaluation_texts: [docs]
-calibration: {tokens: 100, sequence_length: 64, probe_tokens: 0, sensitivity: false, low: [2bit]}
-plan: {size: 9.6MB, reserve: 0.1, layout: stock}
+calibration:
+  {tokens: 100, sequence_length: 64, probe_tokens: 0, sensitivity: false, low: [2bit],
+   low_rounding: search}
+plan: {size: 9.6MB, reserve: 0.1, layout: stock, low_rounding: plain}
 evaluation: {tokens: 50}
 """
 
@@ -53,8 +55,9 @@ def test_all_settings_are_read(tmp_path: Path) -> None:
             "probe_tokens": 0,
             "sensitivity": False,
             "low": ("2bit",),
+            "low_rounding": "search",
         },
-        plan={"size": 9_600_000, "reserve": 0.1, "layout": "stock"},
+        plan={"size": 9_600_000, "reserve": 0.1, "layout": "stock", "low_rounding": "plain"},
         evaluation={"tokens": 50},
     )
 
@@ -107,6 +110,12 @@ def _names(settings: type) -> list[str]:
         ("probe_tokens: 0", "probe_tokens: -1", "calibration.probe_tokens must be a whole number"),
         ("tokens: 50", "tokens: many", "evaluation.tokens must be a whole number"),
         ("sensitivity: false", "sensitivity: 0", "calibration.sensitivity must be true or false"),
+        (
+            "low_rounding: search",
+            "low_rounding: [search]",
+            "calibration.low_rounding must be one of plain, search, weighted, feedback",
+        ),
+        ("low_rounding: plain", "low_rounding: up", "plan.low_rounding must be one of plain, "),
         ("low: [2bit]", "low: 2bit", "calibration.low must be a list of names, not '2bit'."),
         ("texts: [math, code]", "texts: math", "texts must be a list of names, not 'math'."),
         ("texts: [math, code]", "texts: [1]", "texts must be a list of names, not [1]."),

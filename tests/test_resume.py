@@ -135,20 +135,24 @@ def tensors(saliency: Any, at: Path) -> bytes:
 
 
 @pytest.mark.parametrize("memory", [0, 20_000, None])
-@pytest.mark.parametrize("family", ["kimi_k3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "rounding"), [("kimi_k3", "weighted"), ("qwen3_moe", "feedback")]
+)
 def test_stopped_in_every_layer(
-    tmp_path: Path, checkpoint: Path, tiny_k3: Path, family: str, memory: int | None
+    tmp_path: Path, checkpoint: Path, tiny_k3: Path, family: str, rounding: str, memory: int | None
 ) -> None:
     model = tiny_k3 if family == "kimi_k3" else checkpoint
-    whole = tensors(run(model, tmp_path / "w"), tmp_path / "f")
+    settings = CalibrationSettings(**(vars(SETTINGS) | {"low_rounding": rounding}))
+    whole = tensors(run(model, tmp_path / "w", settings), tmp_path / "f")
     partial = tmp_path / "p"
     count = len(open_source(str(model)).layers)
     stops = [f"layer {n - 1} ({n} of {count})" for n in range(2, count + 1)]
     for number, doing in enumerate([*stops, "comparing"], 1):
         with pytest.raises(Stopped):
-            run(model, partial, progress=stop_at(doing), resume=True, memory=memory)
+            run(model, partial, settings, progress=stop_at(doing), resume=True, memory=memory)
         assert json.loads((partial / "progress.json").read_text())["layers_done"] == number
-    assert tensors(run(model, partial, resume=True, memory=memory), tmp_path / "f") == whole
+    taken_up = run(model, partial, settings, resume=True, memory=memory)
+    assert tensors(taken_up, tmp_path / "f") == whole
 
 
 @pytest.fixture
@@ -171,6 +175,10 @@ CHANGED = {
         "the setting documents was '?split'? and is '?truncate'?",
     ),
     "sensitivity": ({"sensitivity": False}, "the setting sensitivity was True and is False"),
+    "low_rounding": (
+        {"low_rounding": "plain"},
+        "the setting low_rounding was '?weighted'? and is '?plain'?",
+    ),
     "low": ({"low_formats": ()}, r"the setting low_formats was \['2-bit g64'\] and is \[\]"),
 }
 

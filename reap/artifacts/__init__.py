@@ -1,6 +1,7 @@
 """What flows between the stages: one frozen dataclass per file, numpy and stdlib only."""
 
 from reap.artifacts.evaluation import DocumentScore, DomainScore, Evaluation
+from reap.artifacts.moments import SecondMoments
 from reap.artifacts.plan import Bank, LayerPlan, Plan, Waterfall
 from reap.artifacts.provenance import Corpus, Provenance
 from reap.artifacts.saliency import Measurement, Saliency
@@ -22,5 +23,6 @@ __all__ = [
     "Projection",
     "Provenance",
     "Saliency",
+    "SecondMoments",
     "Waterfall",
 ]

@@ -103,14 +103,14 @@ def read_json(path: Path, *, format: str, version: int) -> dict[str, Any]:
 
 
 def check_envelope(path: Path, data: Any, *, format: str, version: int) -> None:
-    """Raise ArtifactError unless `data` says it is `format` in a version this reap can read."""
+    """Raise ArtifactError unless `data` says it is `format` of at most `version`."""
     found = data.get("format") if isinstance(data, dict) else None
     if found != format:
         what = f"a {found} file" if found else "not a reap file"
         raise ArtifactError(f"{path} is {what}; expected {format}.")
-    if data.get("format_version") != version:
+    if data.get("format_version") not in range(1, version + 1):
         raise ArtifactError(
             f"{path} has {format} version {data.get('format_version')}; "
-            f"this reap reads version {version}.",
+            f"this reap reads versions up to {version}.",
             "make it again with this version of reap, or use the reap that wrote it",
         )

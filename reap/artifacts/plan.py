@@ -12,9 +12,12 @@ from reap.artifacts.spec import Format
 from reap.errors import ArtifactError
 
 FORMAT = "reap.plan"
-VERSION = 1
+VERSION = 2
+"""1: without the rounding of the low bank."""
 
 Layout = Literal["stock", "per-layer", "two-bank"]
+
+Rounding = Literal["plain", "search", "weighted", "feedback"]
 
 Bank = dict[str, Format]
 """Format of each projection of the experts in a bank, e.g. {"gate_proj": mxfp4, …}."""
@@ -71,7 +74,10 @@ class Plan:
 
     `damage` is the predicted damage of this plan, `lower_bound` no plan under the same
     constraints can be below it, `alternatives` the predicted damage of plain recipes at no more
-    bytes. `settings` records the options the plan was made with.
+    bytes. `settings` records the options the plan was made with. `low_rounding` is how experts get
+    into the low bank's affine formats: "plain" by min and max, "search" by least error, "weighted"
+    by least error with the second moments in the saliency file the plan was made from, "feedback"
+    by least error of the outputs, with the covariances in that file.
     """
 
     provenance: Provenance
@@ -89,6 +95,7 @@ class Plan:
     lower_bound: float
     alternatives: dict[str, float] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    low_rounding: Rounding = "plain"
 
     @property
     def expert_counts(self) -> list[int]:
@@ -135,6 +142,7 @@ class Plan:
             "settings": self.settings,
             "high": bank(self.high),
             "low": bank(self.low),
+            "low_rounding": self.low_rounding,
             "expert_counts": self.expert_counts,
             "expert_bank_split": self.expert_bank_split,
             "layers": [
@@ -186,6 +194,7 @@ class Plan:
             lower_bound=data["lower_bound"],
             alternatives=data["alternatives"],
             settings=data["settings"],
+            low_rounding=data.get("low_rounding", "plain"),
         )
 
     def _check(self, path: Path, data: dict[str, Any]) -> None:
@@ -194,6 +203,11 @@ class Plan:
         for name, fmt in {**self.high, **self.low, **self.trunk}.items():
             if not fmt.known:
                 raise ArtifactError(f"{path}: {name} has a format that MLX does not know: {fmt}.")
+        if self.low_rounding not in get_args(Rounding):
+            raise ArtifactError(
+                f"{path}: low_rounding is {self.low_rounding!r}.",
+                f"one of {', '.join(get_args(Rounding))}",
+            )
         for layer in self.layers:
             where = f"{path}: layer {layer.layer}"
             if any(type(number) is not int for number in (layer.layer, layer.high, *layer.kept)):

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from reap.artifacts.files import check_envelope, written_whole
+from reap.artifacts.moments import SecondMoments
 from reap.artifacts.provenance import Provenance
 from reap.artifacts.spec import Format, ModelSpec
 from reap.errors import ArtifactError, CalibrationError
@@ -20,7 +21,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 FORMAT = "reap.saliency"
-VERSION = 1
+VERSION = 2
+"""1: without the rounding of the low bank and second moments."""
 
 CRITERIA: dict[str, str] = {
     "reap": "Σ g‖f‖ / count: mean over the routed tokens (REAP, arXiv 2510.13999)",
@@ -61,6 +63,8 @@ class Measurement:
     the mean KL(full ‖ changed) per token, in nats, when the layer keeps kl_kept (int64 [1], a grid
     point) experts, low_kl float64 [L] when its experts are stored in formats[0]. Both are of
     length 0 if they were not measured.
+
+    low_rounding: how the experts were rounded to the formats (see Plan).
     """
 
     formats: tuple[Format, ...]
@@ -74,6 +78,7 @@ class Measurement:
     kl_kept: Ints
     drop_kl: Floats
     low_kl: Floats
+    low_rounding: str = "plain"
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Saliency:
     gate2_norm2 Σg²‖f‖², norm2 Σ‖f‖², max_norm max‖f‖. Arrays of shape [2, D, L]: tokens int64,
     residual_energy Σ‖h‖² (h the decoder layer's output) and output_energy Σ‖y‖² (y the MoE block's
     output), float64. The first axis splits the documents into two halves, for stability. `layers`
-    are the indices of the L MoE layers.
+    are the indices of the L MoE layers. `moments`: Σx² of the inputs of the experts' projections.
     """
 
     provenance: Provenance
@@ -101,6 +106,7 @@ class Saliency:
     residual_energy: Floats
     output_energy: Floats
     measurement: Measurement | None = None
+    moments: SecondMoments | None = None
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -159,7 +165,8 @@ class Saliency:
         """The sums of two runs of one model; a domain that both have is added up.
 
         A measurement cannot be added (each run drops in its own order): the one on more tokens is
-        kept. Raises ArtifactError if the runs are not of the same model.
+        kept. Second moments are added, or taken from the run that has them. Raises ArtifactError
+        if the runs are not of the same model.
         """
         for name in ("config_sha256", "num_experts", "top_k"):
             mine, theirs = getattr(self.spec, name), getattr(other.spec, name)
@@ -183,6 +190,9 @@ class Saliency:
             )
             for name in ("count", "tokens", *_SUMS)
         }
+        moments = self.moments or other.moments
+        if self.moments and other.moments:
+            moments = self.moments.merged(other.moments)
         measured = [m for m in (self.measurement, other.measurement) if m is not None]
         return Saliency(
             provenance=provenance,
@@ -193,6 +203,7 @@ class Saliency:
                 key=lambda m: (m.tokens.sum(), m.drop_error.tobytes()),
                 default=None,
             ),
+            moments=moments,
             **sums,
         )
 
@@ -202,9 +213,12 @@ class Saliency:
         extra: dict[str, object] = {}
         if self.measurement is not None:
             for field in fields(Measurement):
-                if field.name != "formats":
+                if field.name not in _NOT_ARRAYS:
                     arrays[f"measurement.{field.name}"] = getattr(self.measurement, field.name)
             extra["measured_formats"] = [vars(f) for f in self.measurement.formats]
+            extra["measured_rounding"] = self.measurement.low_rounding
+        if self.moments is not None:
+            arrays |= self.moments.to_arrays()
         header = {
             "format": FORMAT,
             "format_version": VERSION,
@@ -236,20 +250,26 @@ class Saliency:
             if name.startswith("measurement.")
         }
         try:
+            moments = SecondMoments.from_arrays(arrays)
+            arrays = {n: a for n, a in arrays.items() if not n.startswith("moments.")}
             measurement = None
             if measured:
                 formats = tuple(Format(**f) for f in header["measured_formats"])
-                measurement = Measurement(formats=formats, **measured)
+                rounding = header.get("measured_rounding", "plain")
+                measurement = Measurement(formats=formats, low_rounding=rounding, **measured)
             return cls(
                 provenance=Provenance.from_json(header["provenance"]),
                 spec=ModelSpec.from_json(header["spec"]),
                 domains=tuple(header["domains"]),
                 measurement=measurement,
+                moments=moments,
                 **arrays,
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ArtifactError(f"{path} is damaged: {error!r}") from None
 
+
+_NOT_ARRAYS = ("formats", "low_rounding")
 
 _SUMS = (
     "gate",

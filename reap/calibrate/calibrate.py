@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from reap import __version__
-from reap.artifacts import Format, Measurement, ModelSpec, Provenance, Saliency
+from reap.artifacts import Format, Measurement, ModelSpec, Provenance, Saliency, SecondMoments
 from reap.calibrate.measure import (
     BlockInput,
     LayerMeasurement,
@@ -20,11 +21,14 @@ from reap.calibrate.measure import (
     measure_layer,
     restricted_router,
 )
+from reap.calibrate.moments import LayerMoments, stacked
 from reap.calibrate.observe import SUMS, LayerSums, first_array
 from reap.calibrate.resume import PartialRun, fingerprint, packed, unpacked
+from reap.errors import ReapError
 from reap.models.divergence import kl_divergence, log_probabilities
 from reap.models.hooks import hooked
-from reap.models.quantize import requantized_experts
+from reap.models.lowbit import ROUNDINGS, quantizer
+from reap.models.quantize import Quantizer, requantized_experts
 from reap.models.source import SourceModel
 from reap.models.stream import LayerStream
 from reap.models.tap import ExpertTap
@@ -48,8 +52,9 @@ class CalibrationSettings:
     """`tokens`: limit over all domains; `documents`: whether one that is longer than a sequence is
     split into several or truncated to its first; `probe_tokens`: how many tokens the drop curve,
     the low-bit errors and the layers' sensitivity are measured on (0: not at all); `low_formats`:
-    the formats to measure; `sensitivity`: whether to measure KL with one layer changed at a
-    time."""
+    the formats to measure, `low_rounding` how experts get into them, as in a plan ("feedback" makes
+    the saliency file larger by a covariance per layer and kind of input); `sensitivity`: whether to
+    measure KL with one layer changed at a time."""
 
     tokens: int | None = None
     sequence_length: int = 512
@@ -58,6 +63,13 @@ class CalibrationSettings:
     probe_tokens: int = 2048
     sensitivity: bool = True
     low_formats: tuple[Format, ...] = (Format(2, 128, "affine"), Format(3, 128, "affine"))
+    low_rounding: str = "weighted"
+
+    def __post_init__(self) -> None:
+        if self.low_rounding not in ROUNDINGS:
+            raise ReapError(
+                f"unknown low_rounding {self.low_rounding!r}.", f"one of {', '.join(ROUNDINGS)}"
+            )
 
     def to_json(self) -> dict[str, Any]:
         """The settings as the saliency's provenance records them."""
@@ -132,6 +144,7 @@ def calibrate(
         residual_energy=np.stack([s.residual_energy for s in sums], axis=2),
         output_energy=np.stack([s.output_energy for s in sums], axis=2),
         measurement=run.measurement(),
+        moments=stacked(run.moments),
         **{name: np.stack([s.sums[name] for s in sums], axis=2) for name in SUMS},
     )
     saliency.check()
@@ -187,6 +200,8 @@ class _Run:
         self.progress = progress
         self.grid = kept_grid(spec.num_experts, spec.min_experts, spec.n_group)
         self.kl_kept = int(self.grid[np.argmin(abs(self.grid - spec.num_experts / 2))])
+        self.low_rounding = settings.low_rounding
+        self.moments: list[SecondMoments] = []
         self.sensitivity = settings.sensitivity and bool(probes)
         self.measured: list[LayerMeasurement] = []
         # No low variant if no format divides the experts' columns.
@@ -233,6 +248,7 @@ class _Run:
                     done += int(batch.lengths.sum())
                 if layer is not None:
                     sums.append(layer.sums)
+                    self.moments.append(layer.moments.found())
                     passed = (index + 1) * work // count
                     self.progress(f"measuring layer {index} ({index + 1} of {count})", passed, work)
                     layer.measure(stream, forked)
@@ -252,6 +268,8 @@ class _Run:
             vars(sums[-1]).update(unpacked(arrays, 0))
             if measured := unpacked(arrays, 1):
                 self.measured.append(LayerMeasurement(**measured))
+            if moments := SecondMoments.from_arrays(arrays):
+                self.moments.append(moments)
         return self.kept.layers_done, sums
 
     def _keep(self, index: int, layer: _Layer | None) -> None:
@@ -259,7 +277,9 @@ class _Run:
         if self.kept is None:
             return
         measured = self.measured[-1:] if layer is not None and layer.inputs else []
-        results = None if layer is None else packed(layer.sums, *measured)
+        results = None
+        if layer is not None:
+            results = packed(layer.sums, *measured) | self.moments[-1].to_arrays()
         self.kept.layer_done(index, results)
 
     def _compare(self, stream: LayerStream, forked: frozenset[int]) -> None:
@@ -286,6 +306,7 @@ class _Run:
         layers = self.source.moe_layers if self.sensitivity else []
         return Measurement(
             formats=self.formats,
+            low_rounding=self.low_rounding,
             tokens=np.array([m.tokens for m in measured], np.int64),
             kept=self.grid,
             order=np.stack([m.order for m in measured]),
@@ -306,7 +327,11 @@ class _Layer:
         self.run = run
         self.index = index
         self.sums = LayerSums(index, run.domains, run.source.num_experts)
+        self.moments = LayerMoments(
+            index, run.source.experts(index), products=run.low_rounding == "feedback"
+        )
         self.inputs: list[BlockInput] = []
+        self._low_banks: dict[Format, nn.Module] = {}
 
     def observe(self, stream: LayerStream, position: int) -> None:
         """Take one batch through this layer and add up what it does."""
@@ -321,6 +346,7 @@ class _Layer:
             return y
 
         with (
+            self.moments.observed(batch.mask),
             ExpertTap(self.index, experts_used).on(source.experts(self.index)),
             hooked(source.block(self.index), block_call),
         ):
@@ -337,6 +363,22 @@ class _Layer:
         with hooked(self.run.source.block(self.index), block_call):
             stream.step(position)
 
+    def low_bank(self, format: Format) -> nn.Module:
+        """This layer's experts stored in `format`, when all batches have been observed."""
+
+        def chosen(projection: str) -> Quantizer:
+            moments = self.moments
+            return quantizer(
+                self.run.low_rounding,
+                moments.mean(projection),
+                lambda: moments.covariance(projection),
+            )
+
+        if format not in self._low_banks:
+            experts = self.run.source.experts(self.index)
+            self._low_banks[format] = requantized_experts(experts, format, chosen)
+        return self._low_banks[format]
+
     def measure(self, stream: LayerStream, forked: frozenset[int]) -> None:
         """Measure this layer on the probes, and start its two variants."""
         run = self.run
@@ -349,6 +391,7 @@ class _Layer:
             energy=self.sums.sums["gate2_norm2"].sum(axis=(0, 1)),
             grid=run.grid,
             formats=run.formats,
+            low_bank=self.low_bank,
         )
         run.measured.append(measured)
         if not forked:
@@ -356,7 +399,7 @@ class _Layer:
         n_group, _ = run.source.groups()
         kept = keep_best(measured.order, run.kl_kept, n_group)
         experts = run.source.experts(self.index)
-        low = requantized_experts(experts, run.formats[0]) if run.formats else None
+        low = self.low_bank(run.formats[0]) if run.formats else None
         for position in sorted(forked):
             fewer = restricted_router(run.source, self.index, kept)
             stream.fork(position, (self.index, "drop"), fewer)

@@ -7,7 +7,7 @@ would not be what a pruned model does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,6 @@ from reap.artifacts import Format
 from reap.calibrate.observe import energy_by_position
 from reap.errors import CalibrationError
 from reap.models.hooks import hooked, submodule
-from reap.models.quantize import requantized_experts
 from reap.models.source import SourceModel
 from reap.models.tap import ExpertTap
 
@@ -103,10 +102,12 @@ def measure_layer(
     energy: np.ndarray,
     grid: np.ndarray,
     formats: Sequence[Format],
+    low_bank: Callable[[Format], nn.Module],
 ) -> LayerMeasurement:
     """The drop curve and low-bit errors of a resident layer.
 
     energy: Σg²‖f‖² of each expert, float64 [E], gives the order in which experts are dropped.
+    low_bank: the layer's experts stored in a format, as an export would store them.
     """
     block = source.block(index)
     n_group, _ = source.groups()
@@ -121,7 +122,7 @@ def measure_layer(
     low_expert_error = np.zeros((len(formats), source.num_experts))
     for which, format in enumerate(formats):
         errors = low_expert_error[which]
-        low_error[which] = _low_error(source, index, inputs, reference, format, errors)
+        low_error[which] = _low_error(source, index, inputs, reference, low_bank(format), errors)
     measured = LayerMeasurement(
         tokens=sum(int(item.mask.sum()) for item in inputs),
         order=order,
@@ -153,12 +154,11 @@ def _low_error(
     index: int,
     inputs: Sequence[BlockInput],
     reference: Sequence[mx.array],
-    format: Format,
+    low: nn.Module,
     expert_error: np.ndarray,
 ) -> float:
-    """Error at the block's output with every expert in `format`; adds up `expert_error` [E]."""
+    """Error at the block's output with `low` as its experts; adds up `expert_error` [E]."""
     experts = source.experts(index)
-    low = requantized_experts(experts, format)
     total = 0.0
     for item, y in zip(inputs, reference):
         outputs: list[mx.array] = []

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
+from reap.artifacts.plan import Rounding
 from reap.cli.options import Documents, Force, Json, NewRun, SequenceLength, Texts, Tokens, Trust
 
 
@@ -37,6 +38,12 @@ def calibrate(
             help="Low-bit format to measure, e.g. 2bit or 3bit-g64; repeatable.",
         ),
     ] = ["2bit", "3bit"],  # noqa: B006
+    low_rounding: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help=f"How experts get into them: {', '.join(get_args(Rounding))}."
+        ),
+    ] = "weighted",
     sensitivity: Annotated[
         bool, typer.Option(help="Measure the KL divergence with one layer changed at a time.")
     ] = True,
@@ -76,6 +83,7 @@ def calibrate(
         batch_tokens=batch_tokens,
         probe_tokens=probe_tokens,
         low_formats=tuple(map(stages.parse_format, low or ())),
+        low_rounding=low_rounding,
         sensitivity=sensitivity,
     )
     if dry_run:

@@ -30,6 +30,14 @@ def export(
         Path | None,
         typer.Option(metavar="FILE", help="Plan file; default: the run's.", show_default=False),
     ] = None,
+    saliency: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Saliency file the plan was made from; default: the run's.",
+            show_default=False,
+        ),
+    ] = None,
     run: Run = None,
     trust_remote_code: Trust = False,
     force: Force = False,
@@ -50,7 +58,12 @@ def export(
     directory.require_out(out, plan, directory.plan)
     target = out or directory.checkpoint
     result = stages.export(
-        model or directory.model, plan_file, target, trust=trust_remote_code, force=force
+        model or directory.model,
+        plan_file,
+        saliency or directory.saliency,
+        target,
+        trust=trust_remote_code,
+        force=force,
     )
     if json:
         print_json({"checkpoint": str(target), "bytes": result.nbytes, "tensors": result.tensors})

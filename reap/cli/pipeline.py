@@ -148,6 +148,7 @@ class Pipeline:
         stages.export(
             self.recipe.model,
             self.directory.plan,
+            self.directory.saliency,
             self.directory.checkpoint,
             trust=self.trust,
             force=self.force,

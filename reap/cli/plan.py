@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from reap.artifacts.plan import Layout
+from reap.artifacts.plan import Layout, Rounding
 from reap.artifacts.saliency import CRITERIA
 from reap.cli.options import Force, Json, Run
 from reap.planning.settings import TRUNKS, PlanSettings
@@ -59,6 +59,14 @@ def plan(
     low: Annotated[
         str, typer.Option(metavar="FORMAT", help="Low bank: e.g. 2bit, 3bit, 3bit-g64.")
     ] = PlanSettings.low,
+    low_rounding: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"How experts get into it: {', '.join(get_args(Rounding))}; default: as measured.",
+            show_default=False,
+        ),
+    ] = PlanSettings.low_rounding,
     min_experts: Annotated[
         int | None,
         typer.Option(

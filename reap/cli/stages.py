@@ -144,9 +144,9 @@ def plan(
 
 
 def export(
-    model: str, plan: Path, out: Path, *, trust: bool = False, force: bool = False
+    model: str, plan: Path, saliency: Path, out: Path, *, trust: bool = False, force: bool = False
 ) -> ExportResult:
-    """Source model and plan file → checkpoint directory."""
+    """Source model, plan file and, if the plan needs it, saliency file → checkpoint directory."""
     check_output(out, force, directory=True)
     made = Plan.load(plan)
 
@@ -157,7 +157,15 @@ def export(
     if out.resolve() == source.checkpoint.path.resolve():
         raise ReapError(f"{out} is the source model.", "name another directory with --out")
     with progress_bar("layers") as progress:
-        return write(source, made, out, plan_file=plan, force=force, progress=progress)
+        return write(
+            source,
+            made,
+            out,
+            plan_file=plan,
+            saliency=saliency,
+            force=force,
+            progress=progress,
+        )
 
 
 def evaluate(

@@ -14,6 +14,7 @@ from reap.artifacts import LayerPlan, ModelSpec, Plan
 from reap.artifacts.files import refuse_existing, sha256, written_whole
 from reap.errors import ReapError
 from reap.export.card import model_card
+from reap.export.low_bank import LowBank
 from reap.export.verify import verify
 from reap.export.writer import ShardWriter
 from reap.models.quantize import dequantized, quantized, requantized
@@ -40,12 +41,15 @@ def export(
     out: Path,
     *,
     plan_file: Path,
+    saliency: Path | None = None,
     force: bool = False,
     progress: Progress = silent,
 ) -> ExportResult:
     """Write `plan` applied to `source` as a checkpoint directory `out`.
 
     The directory appears only when everything is written and has been loaded again and checked.
+    `saliency`: the file the plan was made from; only read if the plan has a low bank whose rounding
+    is weighted or with feedback.
     Raises ReapError if plan and model do not belong together, the disk is too small or a check
     fails.
     """
@@ -53,6 +57,7 @@ def export(
     _check_target(out, source.checkpoint.path, plan_file)
     spec = source.spec()
     check_plan(source, plan, spec)
+    low_bank = LowBank(plan, saliency)
     config = checkpoint_config(source, plan, spec, plan_file)
     _check_space(out, plan.waterfall.weights + plan.waterfall.carried)
     with written_whole(out, force=force) as partial:
@@ -61,7 +66,7 @@ def export(
         total = len(source.layers) + 1
         for index in range(len(source.layers)):
             progress(f"writing layer {index} ({index + 1} of {len(source.layers)})", index, total)
-            writer.add(_layer_tensors(source, plan, spec, index))
+            writer.add(_layer_tensors(source, plan, spec, index, low_bank))
             writer.evaluate()
             mx.clear_cache()
         progress("writing the rest", len(source.layers), total)
@@ -215,7 +220,7 @@ def _check_space(out: Path, need: int) -> None:
 
 
 def _layer_tensors(
-    source: SourceModel, plan: Plan, spec: ModelSpec, index: int
+    source: SourceModel, plan: Plan, spec: ModelSpec, index: int, low_bank: LowBank
 ) -> dict[str, mx.array]:
     """All tensors of one decoder layer by full module path."""
     layer = next((entry for entry in plan.layers if entry.layer == index), None)
@@ -226,12 +231,16 @@ def _layer_tensors(
     out = _with_formats({f"{prefix}.{n}": a for n, a in tensors.items()}, plan, spec)
     if layer is not None:
         stacked = {n.removeprefix(experts): a for n, a in weights.items() if n.startswith(experts)}
-        out |= _expert_tensors(stacked, layer, plan, spec)
+        out |= _expert_tensors(stacked, layer, plan, spec, low_bank)
     return out
 
 
 def _expert_tensors(
-    stacked: dict[str, mx.array], layer: LayerPlan, plan: Plan, spec: ModelSpec
+    stacked: dict[str, mx.array],
+    layer: LayerPlan,
+    plan: Plan,
+    spec: ModelSpec,
+    low_bank: LowBank,
 ) -> dict[str, mx.array]:
     """The banks of one layer from its kept experts, which are in bank order already."""
     moe = next(moe for moe in spec.moe_layers if moe.layer == layer.layer)
@@ -241,6 +250,7 @@ def _expert_tensors(
         banks = {"": slice(0, None)}
     out: dict[str, mx.array] = {}
     for bank, rows in banks.items():
+        is_low = bank == ".low" or (not bank and not layer.high)
         for projection in moe.projections:
             path = f"{moe.experts}{bank}.{projection.name}"
             arrays = {
@@ -248,7 +258,8 @@ def _expert_tensors(
                 for name, array in stacked.items()
                 if name.startswith(f"{projection.name}.")
             }
-            stored = requantized(arrays, projection.format, formats[path])
+            quantize = low_bank.quantizer(layer.layer, projection.name) if is_low else quantized
+            stored = requantized(arrays, projection.format, formats[path], quantize)
             out |= {f"{path}.{name}": array for name, array in stored.items()}
     return out
 

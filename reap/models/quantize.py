@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +11,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear
 
 from reap.artifacts import Format
 from reap.errors import ReapError
+
+Quantizer = Callable[[mx.array, Format], dict[str, mx.array]]
+"""From a weight [..., rows, columns] to MLX's arrays; see `quantized` and `lowbit.quantizer`."""
 
 # Dequantized matrices held at once: 32 of K3's experts are 0.7 GB in bfloat16.
 _EXPERTS_AT_ONCE = 32
@@ -39,7 +43,12 @@ def quantized(weight: mx.array, format: Format) -> dict[str, mx.array]:
     return arrays | ({"biases": biases[0]} if biases else {})
 
 
-def requantized(arrays: dict[str, mx.array], source: Format, target: Format) -> dict[str, mx.array]:
+def requantized(
+    arrays: dict[str, mx.array],
+    source: Format,
+    target: Format,
+    quantize: Quantizer = quantized,
+) -> dict[str, mx.array]:
     """Stacked experts `[experts, …]` from one format to another; as they are if they agree.
 
     Evaluated in chunks of experts, so that the dense matrices of a large layer are never all in
@@ -54,7 +63,7 @@ def requantized(arrays: dict[str, mx.array], source: Format, target: Format) -> 
     chunks: list[dict[str, mx.array]] = []
     for start in range(0, arrays["weight"].shape[0], _EXPERTS_AT_ONCE):
         part = {name: a[start : start + _EXPERTS_AT_ONCE] for name, a in arrays.items()}
-        chunk = quantized(dequantized(part, source), target)
+        chunk = quantize(dequantized(part, source), target)
         if "bias" in arrays:
             chunk["bias"] = part["bias"]
         mx.eval(chunk)
@@ -62,19 +71,25 @@ def requantized(arrays: dict[str, mx.array], source: Format, target: Format) -> 
     return {name: mx.concatenate([c[name] for c in chunks]) for name in chunks[0]}
 
 
-def requantized_experts(experts: nn.Module, target: Format) -> Any:
-    """A copy of a resident SwitchGLU or SwitchMLP whose projections are stored in `target`."""
+def requantized_experts(
+    experts: nn.Module, target: Format, quantizer: Callable[[str], Quantizer] = lambda _: quantized
+) -> Any:
+    """A copy of a resident SwitchGLU or SwitchMLP whose projections are stored in `target`.
+
+    `quantizer` gives the way to quantize a projection, by its name.
+    """
     cls: Any = type(experts)
     copy = cls.__new__(cls)
     nn.Module.__init__(copy)
     copy.__dict__.update(experts.__dict__)
     for name, part in experts.items():
-        copy[name] = _requantized_linear(part, target) if "weight" in part else part
+        linear = "weight" in part
+        copy[name] = _requantized_linear(part, target, quantizer(name)) if linear else part
     copy.eval()
     return copy
 
 
-def _requantized_linear(part: nn.Module, target: Format) -> nn.Module:
+def _requantized_linear(part: nn.Module, target: Format, quantize: Quantizer) -> nn.Module:
     source = Format(8 * part["weight"].dtype.size, 1, "dense")
     if "scales" in part:
         source = Format(part.bits, part.group_size, part.mode)
@@ -83,6 +98,6 @@ def _requantized_linear(part: nn.Module, target: Format) -> nn.Module:
     nn.Module.__init__(copy)
     copy.group_size, copy.bits, copy.mode = target.group_size, target.bits, target.mode
     copy.biases = copy.global_scale = None
-    for name, array in requantized(arrays, source, target).items():
+    for name, array in requantized(arrays, source, target, quantize).items():
         copy[name] = array
     return copy

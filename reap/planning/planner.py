@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
-from reap.artifacts.plan import LayerPlan, Layout, Plan, Waterfall
+from reap.artifacts.plan import LayerPlan, Layout, Plan, Rounding, Waterfall
 from reap.artifacts.provenance import Provenance
 from reap.artifacts.saliency import CRITERIA, Saliency
 from reap.artifacts.spec import ModelSpec
@@ -517,6 +517,7 @@ def _plan(
     spec, settings, precision = task.spec, task.settings, task.precision
     kept, high = solution.kept, solution.high
     budget = settings.budget
+    rounding, assumed = _low_rounding(task)
     layers = tuple(
         LayerPlan(layer.layer, _bank_order(task, index, int(n), int(h)), int(h))
         for index, (layer, n, h) in enumerate(zip(spec.moe_layers, kept, high))
@@ -548,13 +549,37 @@ def _plan(
         alternatives=dict(sorted(alternatives.items())),
         settings=settings.to_json()
         | {
-            "assumed": list(task.model.assumed),
+            "assumed": [*task.model.assumed, *assumed],
             "damage_unit": task.model.unit,
             "domains_kept": domains_kept(task.saliency, layers),
             "warnings": warnings(task.saliency, layers),
         }
         | notes,
+        low_rounding=rounding,
     )
+
+
+def _low_rounding(task: Task) -> tuple[Rounding, list[str]]:
+    """The plan's rounding of the low bank, and what is assumed if another one was measured."""
+    measured, moments = task.saliency.measurement, task.saliency.moments
+    if measured is not None:
+        usual = measured.low_rounding
+    else:
+        usual = "search" if moments is None else "weighted"
+    chosen = task.settings.low_rounding or usual
+    if chosen == "weighted" and moments is None:
+        raise ReapError(
+            "weighted rounding needs second moments, which the saliency file does not have.",
+            "calibrate again, or plan with low_rounding search",
+        )
+    if chosen == "feedback" and (moments is None or not moments.products):
+        raise ReapError(
+            "rounding with feedback needs covariances, which the saliency file does not have.",
+            "calibrate with low_rounding feedback, or plan with low_rounding weighted",
+        )
+    other = measured is not None and chosen != usual and bool(task.precision.low)
+    note = [f"low-bit errors of {usual} rounding, not {chosen}"] if other else []
+    return cast(Rounding, chosen), note
 
 
 def _bank_order(task: Task, layer: int, kept: int, high: int) -> tuple[int, ...]:

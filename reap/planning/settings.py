@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from reap.artifacts.plan import Layout
+from reap.artifacts.plan import Layout, Rounding
 from reap.artifacts.saliency import CRITERIA
 from reap.artifacts.spec import Format
 from reap.errors import ReapError
@@ -38,7 +38,8 @@ class PlanSettings:
     at 2 to 4 bits, `low_down` that of the low bank's down projections if it differs. A format
     without a group size takes the largest group that fits every matrix. `min_experts` is the least
     number of experts in a layer (default 4 × top_k), `min_bank` of those in a bank that is not
-    empty. `criterion` ranks the experts of a layer.
+    empty. `criterion` ranks the experts of a layer. `low_rounding` is the plan's; None: as
+    the low bits' errors were measured.
 
     `keep`: experts that must be in the high bank, as {layer: [expert, …]} or (layer, expert) pairs.
     `protect_super`: how many super experts of the model must be, see reap.planning.protect for why
@@ -60,6 +61,7 @@ class PlanSettings:
     min_experts: int | None = None
     min_bank: int = 1
     criterion: str = "energy"
+    low_rounding: str | None = None
     keep: Mapping[int, Iterable[int]] | Iterable[Iterable[int]] = ()
     protect_super: int = 0
     domains: str | Mapping[str, float] = SUM
@@ -79,6 +81,8 @@ class PlanSettings:
         _one_of("layout", self.layout, ("auto", *get_args(Layout)))
         _one_of("trunk", self.trunk, TRUNKS)
         _one_of("criterion", self.criterion, tuple(CRITERIA))
+        if self.low_rounding is not None:
+            _one_of("low_rounding", self.low_rounding, get_args(Rounding))
         if self.high != "source" and _parse("high", self.high).bits < 4:
             raise ReapError(
                 f"high precision {self.high!r} has fewer than 4 bits.",
