@@ -3,10 +3,13 @@ and write what was found between two markers of a page."""
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 
 from reap import __version__
@@ -25,6 +28,8 @@ REPORTS = ROOT / "reports" / "tiny-k3"
 README, RESULTS = ROOT / "README.md", ROOT / "docs" / "results.md"
 
 SEQUENCE_LENGTH = 256
+WORKERS = 4
+"""At most; every one of them runs the reference, too."""
 
 
 def say(message: str) -> None:
@@ -74,6 +79,31 @@ def same_checkpoint(plan: Plan) -> object:
     return layers, tuple(sorted(plan.quantization.items()))
 
 
+def evaluated(checkpoints: Mapping[str, Path], *, tokens: int, command: str) -> list[Evaluation]:
+    """Of each checkpoint by label, on the shipped evaluation text; MLX's CPU build works on one
+    core at a time, so several processes share the checkpoints."""
+    labels = list(checkpoints)
+    workers = min(os.cpu_count() or 1, WORKERS, len(labels))
+    # A forked process would take over MLX's streams without the threads that run them.
+    with ProcessPoolExecutor(max(workers, 1), get_context("spawn")) as pool:
+        parts = [
+            pool.submit(_evaluated, {label: checkpoints[label] for label in part}, tokens, command)
+            for part in (labels[worker::workers] for worker in range(workers))
+        ]
+        found = {one.label: one for part in parts for one in part.result()}
+    return [found[label] for label in labels]
+
+
+def _evaluated(checkpoints: dict[str, Path], tokens: int, command: str) -> list[Evaluation]:
+    return evaluate_all(
+        {label: open_source(str(path)) for label, path in checkpoints.items()},
+        load_texts((), split="evaluation"),
+        EvaluationSettings(tokens=tokens, sequence_length=SEQUENCE_LENGTH),
+        reference=open_source(str(embedded_model())),
+        command=command,
+    )
+
+
 @dataclass
 class Measured:
     """Evaluations by checkpoint, so that plans that come to the same are measured once."""
@@ -85,8 +115,8 @@ class Measured:
         self._known: dict[object, Evaluation] = {}
 
     def __call__(self, plans: Mapping[str, Plan], files: Mapping[str, Path]) -> list[Evaluation]:
-        """Save every plan to its file, export what is new, load it again, and evaluate all in one
-        pass over the text. In the order of `plans`, labelled by its keys."""
+        """Save every plan to its file, export what is new, load it again and evaluate it. In the
+        order of `plans`, labelled by its keys."""
         new: dict[object, str] = {}
         for label, plan in plans.items():
             plan.save(files[label], force=True)
@@ -96,20 +126,12 @@ class Measured:
             checkpoints = {}
             for number, label in enumerate(new.values()):
                 say(f"exporting: {label}")
-                checkpoint = Path(scratch) / str(number)
+                checkpoints[label] = Path(scratch) / str(number)
                 source = open_source(str(embedded_model()))
-                export(source, plans[label], checkpoint, plan_file=files[label])
-                checkpoints[label] = open_source(str(checkpoint))
-            if checkpoints:
-                say(f"evaluating {len(checkpoints)} checkpoints")
-                found = evaluate_all(
-                    checkpoints,
-                    load_texts((), split="evaluation"),
-                    EvaluationSettings(tokens=self.tokens, sequence_length=SEQUENCE_LENGTH),
-                    reference=open_source(str(embedded_model())),
-                    command=self.command,
-                )
-                self._known.update(zip(new, found))
+                export(source, plans[label], checkpoints[label], plan_file=files[label])
+            say(f"evaluating {len(checkpoints)} checkpoints")
+            found = evaluated(checkpoints, tokens=self.tokens, command=self.command)
+            self._known.update(zip(new, found))
         return [
             replace(self._known[same_checkpoint(plan)], label=label)
             for label, plan in plans.items()

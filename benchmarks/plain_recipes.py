@@ -310,8 +310,8 @@ def summary(rows: Sequence[Row]) -> str:
     told = [f"{_WORDS[word]} at {n} of {len(found)} sizes" for word, n in counts.items() if n]
     rank, plans = rank_correlation(rows)
     return (
-        f"The default plan's KL is {', '.join(told)} (95 %, paired by document). Predicted "
-        f"damage ranks all {plans} checkpoints as the measurement does: Spearman's ρ = "
+        f"The default plan's KL is {', '.join(told)} (95 %, paired by document). Spearman's rank "
+        f"correlation of predicted damage and measured KL over all {plans} checkpoints: "
         f"{_rank(rank)}."
     )
 
