@@ -1,10 +1,9 @@
 """Does calibrating on one domain keep that domain better than calibrating on another?
 
 Calibrates the embedded model on each shipped text set alone, and on all together, with equally many
-tokens; plans at one size, exports, loads again and measures every plan on every domain's held-out
-text: once with the default plan, once with REAP's best experts in the same number in every layer,
-where the choice of experts is all there is. Prints a table for each (with --json one JSON object on
-stdout). With --write it renews docs/results.md and reports/tiny-k3/domains.json.
+tokens; makes the default plan at two sizes, exports it, loads it again and measures it on every
+domain's held-out text. Prints a table for each size (with --json one JSON object on stdout). With
+--write it renews docs/results.md and reports/tiny-k3/domains.json.
 """
 
 from __future__ import annotations
@@ -32,24 +31,21 @@ from common import (
     write_between,
 )
 
-from reap.artifacts import Evaluation, Plan, Saliency
+from reap.artifacts import Evaluation, Plan
 from reap.artifacts.evaluation import Estimate, clustered_mean
 from reap.artifacts.files import sha256
 from reap.models.text import named_sets
-from reap.planning import PlanSettings, make_plan, plain_plan
+from reap.planning import PlanSettings, make_plan
 from reap.report.formatting import nats
 
 COMMAND = "benchmarks/domains.py"
-SHARE = 0.42
+SHARES = (0.30, 0.20)
+"""Of the experts' bytes. At the second the layers that matter must lose experts; with more room
+they keep nearly all, and a domain only chooses which are in the low bank."""
 CALIBRATION_TOKENS = 6500
 """What the smallest text set has."""
 PROBE_TOKENS = 2000
 ALL = "all five"
-DEFAULT, DROP = "default", "drop"
-TITLES = {
-    DEFAULT: "The default plan",
-    DROP: "REAP's best experts, mxfp4, the same number in every layer",
-}
 
 
 @dataclass(frozen=True)
@@ -76,18 +72,12 @@ class Margin:
     rival: str
 
 
-def plan_by(kind: str, saliency: Saliency, digest: str, share: float) -> Plan:
-    settings = PlanSettings(size=size_at(saliency.spec, share))
-    origin = provenance(saliency, digest, f"{COMMAND} at {share:.0%}")
-    if kind == DEFAULT:
-        return make_plan(saliency, settings, provenance=origin)
-    return plain_plan(saliency, settings, recipe="reap", provenance=origin)
-
-
-def run(share: float, *, tokens: int, calibration_tokens: int) -> dict[str, dict[str, Evaluation]]:
-    """For both kinds of plan an evaluation by what was calibrated on."""
+def run(
+    shares: Sequence[float], *, tokens: int, calibration_tokens: int
+) -> dict[float, dict[str, Evaluation]]:
+    """For each size an evaluation by what was calibrated on."""
     names = list(named_sets())
-    plans: dict[str, dict[str, Plan]] = {kind: {} for kind in TITLES}
+    plans: dict[float, dict[str, Plan]] = {share: {} for share in shares}
     with tempfile.TemporaryDirectory() as scratch:
         for name, texts in {**{name: [name] for name in names}, ALL: names}.items():
             say(f"calibrating on {name}")
@@ -96,13 +86,17 @@ def run(share: float, *, tokens: int, calibration_tokens: int) -> dict[str, dict
             )
             file = Path(scratch) / f"{name}.safetensors"
             saliency.save(file)
-            for kind in TITLES:
-                plans[kind][name] = plan_by(kind, saliency, sha256(file), share)
+            for share, made in plans.items():
+                made[name] = make_plan(
+                    saliency,
+                    PlanSettings(size=size_at(saliency.spec, share)),
+                    provenance=provenance(saliency, sha256(file), f"{COMMAND} at {share:.0%}"),
+                )
         measured = Measured(tokens, COMMAND)
         found = {}
-        for kind, made in plans.items():
-            files = {name: Path(scratch) / kind / f"{name}.json" for name in made}
-            found[kind] = dict(zip(made, measured(made, files)))
+        for share, made in plans.items():
+            files = {name: Path(scratch) / f"{share}" / f"{name}.json" for name in made}
+            found[share] = dict(zip(made, measured(made, files)))
     return found
 
 
@@ -148,7 +142,7 @@ def difference(others: Sequence[Evaluation], own: Evaluation, domain: str) -> Es
 
 @dataclass(frozen=True)
 class Crossed:
-    """What was calibrated on by what was measured, all of one kind of plan."""
+    """What was calibrated on by what was measured, at one size."""
 
     cells: tuple[Cell, ...]
     margins: tuple[Margin, ...]
@@ -190,32 +184,34 @@ def crossed(found: Mapping[str, Evaluation]) -> Crossed:
     return Crossed(tuple(cells(found)), tuple(margins(found)))
 
 
-def page(found: Mapping[str, Crossed]) -> str:
+def page(found: Mapping[float, Crossed], tokens: int) -> str:
+    """A table for each size, with the number of calibration tokens."""
     return "\n\n".join(
-        f"**{TITLES[kind]}.** {one.summary()}\n\n{one.markdown()}" for kind, one in found.items()
+        f"**{share:.0%} of the experts' bytes**, calibrated on {tokens:,} tokens. {one.summary()}"
+        f"\n\n{one.markdown()}"
+        for share, one in found.items()
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--share", type=float, default=SHARE, help="of the experts' bytes")
-    parser.add_argument("--tokens", type=int, default=10_000, help="evaluation tokens")
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=SHARES, help="of the experts' bytes"
+    )
+    parser.add_argument("--tokens", type=int, default=20_000, help="evaluation tokens")
     parser.add_argument("--calibration-tokens", type=int, default=CALIBRATION_TOKENS)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--write", action="store_true", help="renew docs/results.md and reports/")
     arguments = parser.parse_args()
-    share, tokens, calibration = arguments.share, arguments.tokens, arguments.calibration_tokens
-    found = {
-        kind: crossed(one)
-        for kind, one in run(share, tokens=tokens, calibration_tokens=calibration).items()
-    }
+    tokens, calibration = arguments.tokens, arguments.calibration_tokens
+    measured = run(arguments.shares, tokens=tokens, calibration_tokens=calibration)
+    found = {share: crossed(one) for share, one in measured.items()}
     figures: dict[str, Any] = {
-        "share": share,
         "tokens": tokens,
         "calibration_tokens": calibration,
-        "plans": {kind: asdict(one) for kind, one in found.items()},
+        "shares": {f"{share:.2f}": asdict(one) for share, one in found.items()},
     }
-    text = page(found)
+    text = page(found, calibration)
     if arguments.write:
         written = json.dumps(figures, indent=1) + "\n"
         (REPORTS / "domains.json").write_text(written, encoding="utf-8")
