@@ -14,7 +14,7 @@ help:
 	@echo "make lint     lint, format and type checks"
 	@echo "make format   put the code into the project's format"
 	@echo "make docs     write docs/cli.md anew"
-	@echo "make reports  write reports/ and the table in README.md anew (20 minutes)"
+	@echo "make reports  write reports/, docs/results.md and the table in README.md anew (half an hour)"
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "reap needs Python 3.11 or newer"'
@@ -48,6 +48,7 @@ docs: $(VENV)/.dev
 
 reports: $(VENV)/.run
 	$(FAST) $(BIN)/python benchmarks/plain_recipes.py --write
+	$(FAST) $(BIN)/python benchmarks/domains.py --write
 
 clean:
 	rm -rf $(VENV) demo runs

@@ -332,6 +332,22 @@ def test_planner_options_reach_the_plan(place: Path) -> None:
     assert Plan.load(Path("p.json")).settings["clamp"] is None
 
 
+@pytest.mark.parametrize("trunk", ["source", "8bit"])
+def test_a_size_in_percent_is_of_the_experts_with_their_router_rows(
+    place: Path, trunk: str
+) -> None:
+    command = ("plan", "--size", "40%", "--trunk", trunk, "--out", "p.json", "--force")
+    assert run(*command).code == 0
+
+    plan = Plan.load(Path("p.json"))
+    expert = 3 * 128 * 128 * 17 // 32  # three matrices in mxfp4: 4.25 bits a weight
+    router_row = plan.waterfall.router / sum(plan.expert_counts)
+    limit = 0.4 * 5 * 64 * (expert + router_row)
+    left = limit - (plan.waterfall.weights - plan.waterfall.trunk)
+    assert 0 <= left < expert
+    assert plan.settings["size"] == plan.waterfall.trunk + int(limit)
+
+
 def test_sweep_and_diff_write_nothing(place: Path) -> None:
     before = sorted(Path().rglob("*"))
     found = run("plan", "--size", "9MB", "--sweep", "--extra", "500KB", "--json").json
@@ -717,6 +733,13 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
         ("plan", "--budget", "2MB", "--context", "100", "--force"),
         "needs a budget of",
     ),
+    "percent": (("plan", "--size", "101%", "--force"), "101% is not a share of the experts."),
+    "percent too small": (("plan", "--size", "5%", "--force"), "of weights are too few"),
+    "percent and budget": (
+        ("plan", "--size", "50%", "--budget", "1GB", "--force"),
+        "give exactly one of a budget and a size.",
+    ),
+    "percent of a budget": (("plan", "--budget", "50%", "--force"), "'50%' is not a size."),
     "layout": ((*PLAN, "--layout", "x"), "unknown layout 'x'."),
     "format": ((*PLAN, "--low", "9bit"), "unknown low precision '9bit'."),
     "trunk": ((*PLAN, "--trunk", "2bit"), "unknown trunk '2bit'."),

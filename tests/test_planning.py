@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from reap.planning.planner import (
     WORTH_BYTES,
 )
 from reap.planning.settings import budget_for, reserved
+from reap.planning.size import parse_percent
 from reap.planning.solver import Problem, Solution, _best_within, _respond, solve, uniform
 
 MXFP4 = Format(4, 32, "mxfp4")
@@ -1012,6 +1014,14 @@ def test_parse_size_refuses(text: str) -> None:
         parse_size(text)
     assert caught.value.message == f"{text!r} is not a size."
     assert caught.value.hint == "write e.g. 512GB (10^9 bytes) or 512GiB (2^30 bytes)"
+
+
+def test_parse_percent() -> None:
+    shares = [parse_percent(text) for text in ("55%", " 12.5 % ", ".5%", "100%", "55", "1e1%", "")]
+    assert shares == [Decimal("0.55"), Decimal("0.125"), Decimal("0.005"), 1, None, None, None]
+    for text in ("0%", "-5%", "100.1%"):
+        with pytest.raises(ReapError, match=f"{text} is not a share of the experts"):
+            parse_percent(text)
 
 
 def test_parse_size_wants_something() -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 
 from reap.artifacts.plan import Layout, Rounding
-from reap.artifacts.saliency import CRITERIA
+from reap.artifacts.saliency import CRITERIA, Saliency
 from reap.cli.options import Force, Json, Run
 from reap.planning.settings import TRUNKS, PlanSettings
-from reap.planning.size import parse_size
+from reap.planning.size import MOST, parse_percent, parse_size
 
 
 def plan(
@@ -29,7 +29,10 @@ def plan(
     size: Annotated[
         str | None,
         typer.Option(
-            metavar="SIZE", help="Bytes of the loaded weights, not a budget.", show_default=False
+            metavar="SIZE",
+            help="Bytes of the loaded weights, not a budget; 55% keeps at most so much of the "
+            "experts' bytes, beside everything else.",
+            show_default=False,
         ),
     ] = None,
     recipe: Annotated[
@@ -171,23 +174,25 @@ def plan(
         else:
             say(str(found))
         return
-    settings = _settings(ctx, recipe)
+    measured = saliency or directory.saliency
+    settings = _settings(ctx, recipe, measured)
     if sweep:
-        figures = show.sweep(saliency or directory.saliency, settings, extra, quiet=json)
+        figures = show.sweep(measured, settings, extra, quiet=json)
         if json:
             print_json(figures)
         return
-    made = stages.plan(
-        saliency or directory.saliency, settings, target, plain=plain, seed=seed, force=force
-    )
+    made = stages.plan(measured, settings, target, plain=plain, seed=seed, force=force)
     if json:
         print_json({"plan": str(target)} | show.plan_figures(made))
     show.show_plan(made)
     say(f"Wrote {target}")
 
 
-def _settings(ctx: typer.Context, recipe: str | None) -> PlanSettings:
-    """What was typed goes before the recipe, the recipe before the defaults."""
+def _settings(ctx: typer.Context, recipe: str | None, saliency: Path) -> PlanSettings:
+    """What was typed goes before the recipe, the recipe before the defaults.
+
+    A size in percent is one of the model that `saliency` is of.
+    """
     from reap.recipes import load_recipe
 
     typed: dict[str, Any] = {}
@@ -200,7 +205,19 @@ def _settings(ctx: typer.Context, recipe: str | None) -> PlanSettings:
     if "budget" in typed or "size" in typed:
         chosen.pop("budget", None)
         chosen.pop("size", None)
-    return PlanSettings(**(chosen | typed))
+    share = parse_percent(ctx.params["size"] or "")
+    settings = PlanSettings(**(chosen | typed))
+    if share is None:
+        return settings
+
+    from reap.planning.precision import size_with
+
+    return replace(settings, size=size_with(Saliency.load(saliency).spec, settings, share))
+
+
+def _size(text: str) -> int:
+    """Of a percentage more than any model has, until the model is known."""
+    return MOST if parse_percent(text) else parse_size(text)
 
 
 def _kept(texts: list[str]) -> list[tuple[str, str]]:
@@ -225,7 +242,7 @@ def _clamp(text: str) -> str | list[str] | None:
 
 _READ: dict[str, Callable[[Any], Any]] = {
     "budget": parse_size,
-    "size": parse_size,
+    "size": _size,
     "keep": _kept,
     "domains": _domains,
     "clamp": _clamp,

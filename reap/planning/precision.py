@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from decimal import Decimal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +90,14 @@ def choose_precision(spec: ModelSpec, settings: PlanSettings) -> Precision:
         ),
         trunk_bytes=spec.trunk_bytes(trunk),
     )
+
+
+def size_with(spec: ModelSpec, settings: PlanSettings, share: Decimal) -> int:
+    """Bytes of the weights with at most `share` of what all experts take in the source, each with
+    its rows of the router, beside the trunk as the settings have it."""
+    precision = choose_precision(spec, settings)
+    experts = spec.experts_bytes + spec.num_experts * int(precision.router_bytes.sum())
+    return precision.trunk_bytes + int(share * experts)
 
 
 def source_bank(spec: ModelSpec) -> Bank:

@@ -15,6 +15,7 @@ for _power, _letter in enumerate("kmgt", start=1):
 MOST = 2**62
 
 _SIZE = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[0-9]+)?\s*([a-z]*)")
+_PERCENT = re.compile(r"(-?(?:[0-9]+\.?[0-9]*|\.[0-9]+))\s*%")
 
 
 def parse_size(text: str | int) -> int:
@@ -39,6 +40,17 @@ def parse_size(text: str | int) -> int:
     if size <= 0:
         raise ReapError(f"a size must be positive, not {text}.")
     return size
+
+
+def parse_percent(text: str) -> Decimal | None:
+    """0.55 of "55%"; None of anything else. Raises ReapError unless it is above 0 and at most 1."""
+    match = _PERCENT.fullmatch(text.strip())
+    if match is None:
+        return None
+    share = Decimal(match[1]) / 100
+    if not 0 < share <= 1:
+        raise ReapError(f"{text} is not a share of the experts.", "write e.g. 55%: above 0, to 100")
+    return share
 
 
 def format_size(size: int) -> str:
