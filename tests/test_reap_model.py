@@ -609,6 +609,27 @@ def test_split_reads_back_and_masked_does_not(mixed):
     mx.compile(lambda x, indices: mixed(x, indices))(x, indices)
 
 
+def test_gradients_through_masked_are_those_of_one_bank(reap_model):
+    mx.random.seed(2)
+    whole = _experts(SwitchGLU, 7)
+    two = _two_banks(reap_model, whole, 3).train()
+    x = mx.random.normal((1, 9, 64))
+    indices = mx.random.randint(0, 7, (1, 9, 4)).astype(mx.uint32)
+
+    def gradients(experts):
+        def loss(parameters, x):
+            experts.update(parameters)
+            return (experts(x, indices) ** 2).sum()
+
+        return mx.grad(loss, (0, 1))(experts.parameters(), x)
+
+    (expected, of_x), (found, of_x_found) = gradients(whole), gradients(two)
+    _close(of_x_found, of_x)
+    for name in PROJECTIONS:
+        banks = [found[bank][name]["weight"] for bank in ("high", "low")]
+        _close(mx.concatenate(banks), expected[name]["weight"])
+
+
 def _spy_on_matrices(two):
     """Record the experts of the router, by projection, whose matrices are read."""
     seen = {}
@@ -665,6 +686,12 @@ def test_no_call_of_a_bank_exceeds_the_rows_that_are_safe(reap_model):
     assert mx.array_equal(two(x, indices), whole(x, indices))
     assert [rows for rows, _ in high] == [1]
     assert [rows for rows, _ in low] == [32_768, 33_999 - 32_768]
+    two.path = "masked"
+    high.clear()
+    low.clear()
+    assert mx.array_equal(two(x, indices), whole(x, indices))
+    for calls in (high, low):  # rows of x, each with two experts
+        assert [chosen.size for _, chosen in calls] == [32_768, 34_000 - 32_768]
 
 
 @pytest.mark.parametrize(
