@@ -163,7 +163,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--experts", type=int, default=64, help="in both banks, about 40 MB each")
+    parser.add_argument("--experts", type=int, default=56, help="in both banks, about 40 MB each")
     parser.add_argument("--high", type=int, help="of them in the high bank (default: half)")
     parser.add_argument("--group-size", type=int, default=128, help="of the low bank")
     parser.add_argument("--tokens", type=int, default=256, help="of the prefill; 0: decode only")
