@@ -19,9 +19,10 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.nn.layers.distributed import shard_inplace
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
+from mlx_lm.models.kimi_k3 import SiTU
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchMLP
 from mlx_lm.utils import _get_classes, load_model
 
 SOURCE = Path(__file__).parents[1] / "reap" / "models" / "reap_model.py"
@@ -437,15 +438,38 @@ def test_sharding_reaches_both_banks_and_keeps_the_result(tmp_path, tokens):
     _close(model(tokens), expected)
 
 
-def test_a_compiled_model_runs_the_masked_path(tmp_path, tokens):
-    family, counts, splits, options = LAYOUTS["qwen3-two-bank"]
+@pytest.mark.parametrize("layout", ["k3-two-bank", "qwen3-two-bank"])
+def test_a_decode_step_of_a_whole_model_compiles(tmp_path, tokens, layout):
+    """The step, cache included, is traced on placeholders: an evaluation in it would raise."""
+    family, counts, splits, options = LAYOUTS[layout]
     _cut(tmp_path, family, counts, splits, **options)
     model = _load(tmp_path)
-    expected = [model(tokens[:, :1]), model(tokens[::-1, :1])]
-    type(model.layers[1].mlp.switch_mlp).path = "masked"
-    compiled = mx.compile(model)
-    _close(compiled(tokens[:, :1]), expected[0])
-    _close(compiled(tokens[::-1, :1]), expected[1])  # reuses the traced graph
+    banks = type(next(layer.mlp.switch_mlp for layer, n in zip(model.layers, splits) if n))
+    cache = make_prompt_cache(model)
+    model(tokens[:, :6], cache=cache)
+    states = [entry.state for entry in cache]
+    mx.eval(states)
+
+    def fresh(leaf):  # caches write in place
+        return mx.array(leaf) if isinstance(leaf, mx.array) else leaf
+
+    def step(token, states):
+        after = make_prompt_cache(model)
+        for entry, state in zip(after, states):
+            entry.state = tree_map(fresh, state)
+        return model(token, cache=after), [entry.state for entry in after]
+
+    token = tokens[:, 6:7]
+    expected, _ = step(token, states)
+    with pytest.raises(ValueError, match="eval"):
+        mx.compile(step)(token, states)
+    banks.path = "masked"
+    compiled = mx.compile(step)
+    logits, _ = compiled(token, states)
+    if family != "kimi_k3":  # whose many fused kernels a C++ compiler would build for 20 seconds
+        _close(logits, expected)
+        other = tokens[::-1, 6:7]
+        _close(compiled(other, states)[0], step(other, states)[0])  # the graph that was traced
 
 
 def _experts(kind, count, **options):
@@ -465,10 +489,11 @@ def _two_banks(reap_model, whole, split):
         for name, value in tree_flatten(whole.parameters()):
             half.update(tree_unflatten([(name, mx.contiguous(value[ids]))]))
         halves.append(half)
-    return reap_model.TwoBankExperts(*halves, split)
+    return reap_model.TwoBankExperts(*halves, split).eval()
 
 
 KINDS = {
+    "k3": (SwitchGLU, {"activation": SiTU(4.0, 25.0)}, MXFP4, mx.bfloat16),
     "glu": (SwitchGLU, {}, None, mx.float32),  # the CPU has no gather_mm in bfloat16
     "glu-mxfp4": (SwitchGLU, {}, MXFP4, mx.bfloat16),
     "glu-affine": (SwitchGLU, {}, AFFINE2_64, mx.bfloat16),
@@ -477,9 +502,13 @@ KINDS = {
 }
 
 
+ROUTING = {"both": (0, 7), "only-high": (0, 3), "only-low": (3, 7), "one-expert": (6, 7)}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("path", ["split", "masked"])
-def test_two_banks_of_one_format_are_bit_identical_to_one_bank(reap_model, kind, path):
+@pytest.mark.parametrize("routing", ROUTING)
+def test_two_banks_of_one_format_are_bit_identical_to_one_bank(reap_model, kind, path, routing):
     mx.random.seed(0)
     cls, options, quantization, dtype = KINDS[kind]
     whole = _experts(cls, 7, **options)
@@ -491,7 +520,7 @@ def test_two_banks_of_one_format_are_bit_identical_to_one_bank(reap_model, kind,
     # Few pairs in one token, few, many enough to be sorted; leading dimensions as in a model.
     for shape in ((64,), (1, 1, 64), (2, 5, 64), (2, 40, 64)):
         x = mx.random.normal(shape).astype(dtype)
-        indices = mx.random.randint(0, 7, (*shape[:-1], 4)).astype(mx.uint32)
+        indices = mx.random.randint(*ROUTING[routing], (*shape[:-1], 4)).astype(mx.uint32)
         expected, y = whole(x, indices), two(x, indices)
         assert y.shape == expected.shape and y.dtype == expected.dtype
         assert mx.array_equal(y, expected)
@@ -500,7 +529,7 @@ def test_two_banks_of_one_format_are_bit_identical_to_one_bank(reap_model, kind,
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_bank_is_like_the_experts_it_was_cut_from(reap_model, kind):
     cls, options, *_ = KINDS[kind]
-    whole = cls(64, 128, 7, activation=nn.Tanh(), **options)
+    whole = cls(64, 128, 7, **options | {"activation": nn.Tanh()})
     bank = reap_model._bank(whole, 2)
     assert type(bank) is cls and bank.activation is whole.activation
     shapes = {name: (2, *v.shape[1:]) for name, v in tree_flatten(whole.parameters())}
@@ -514,7 +543,8 @@ def mixed(reap_model):
     high, low = _experts(SwitchGLU, 3), _experts(SwitchGLU, 4)
     nn.quantize(high, **MXFP4)
     nn.quantize(low, **AFFINE2_64)
-    return reap_model.TwoBankExperts(high, low, 3)
+    mx.eval(high.parameters(), low.parameters())  # or they would be part of what is compiled
+    return reap_model.TwoBankExperts(high, low, 3).eval()
 
 
 def _pair_by_pair(two, x, indices):
@@ -539,9 +569,6 @@ def _spy(bank):
     return calls
 
 
-ROUTING = {"both": (0, 7), "only-high": (0, 3), "only-low": (3, 7), "one-expert": (6, 7)}
-
-
 @pytest.mark.parametrize("path", ["split", "masked"])
 @pytest.mark.parametrize("routing", ROUTING)
 def test_mixed_banks_equal_running_each_pair_through_its_bank(mixed, routing, path):
@@ -561,36 +588,84 @@ def test_an_empty_bank_is_not_called(mixed):
     assert ([rows for rows, _ in high], [rows for rows, _ in low]) == ([36], [36])
 
 
-def test_the_paths_agree_and_masked_compiles(mixed):
-    x = mx.random.normal((2, 3, 64))
-    indices = mx.random.randint(0, 7, (2, 3, 4)).astype(mx.uint32)
-    expected = mixed(x, indices)  # split, on a CPU
-    mixed.path = "masked"
-    assert mx.array_equal(mixed(x, indices), expected)
-    compiled = mx.compile(lambda x, indices: mixed(x, indices))
-    for _ in range(2):  # the second call runs the traced graph on other values
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_masked_compiles_and_equals_split(mixed, tokens):
+    masked = copy.copy(mixed)
+    mixed.path, masked.path = "split", "masked"
+    compiled = mx.compile(lambda x, indices: masked(x, indices))
+    for _ in range(2):  # the second call runs the graph that was traced
+        indices = mx.random.randint(0, 7, (2, tokens, 4)).astype(mx.uint32)
+        x = mx.random.normal((2, tokens, 64))
         assert mx.array_equal(compiled(x, indices), mixed(x, indices))
-        x, indices = x + 1, 6 - indices
+
+
+def test_split_reads_back_and_masked_does_not(mixed):
+    x = mx.random.normal((1, 1, 64))
+    indices = mx.array([[[0, 6, 2, 1]]], mx.uint32)
     mixed.path = "split"
     with pytest.raises(ValueError, match="eval"):
         mx.compile(lambda x, indices: mixed(x, indices))(x, indices)
-
-
-def test_one_token_reads_at_most_one_expert_beyond_its_own(mixed):
     mixed.path = "masked"
-    high, low = _spy(mixed.high), _spy(mixed.low)
-    x = mx.random.normal((1, 64))
-    for chosen in ([0, 1, 2, 1], [3, 4, 5, 6], [2, 4, 1, 6], [0, 6, 5, 3]):
-        high.clear()
-        low.clear()
-        mixed(x, mx.array([chosen], mx.uint32))
-        read = set(np.array(high[0][1]).ravel().tolist())
-        read |= {3 + e for e in np.array(low[0][1]).ravel().tolist()}
-        additional = read - set(chosen)
-        if min(chosen) < 3 <= max(chosen):
-            assert not additional
-        else:
-            assert additional == ({3} if max(chosen) < 3 else {0})
+    mx.compile(lambda x, indices: mixed(x, indices))(x, indices)
+
+
+def test_gradients_through_masked_are_those_of_one_bank(reap_model):
+    mx.random.seed(2)
+    whole = _experts(SwitchGLU, 7)
+    two = _two_banks(reap_model, whole, 3).train()
+    x = mx.random.normal((1, 9, 64))
+    indices = mx.random.randint(0, 7, (1, 9, 4)).astype(mx.uint32)
+
+    def gradients(experts):
+        def loss(parameters, x):
+            experts.update(parameters)
+            return (experts(x, indices) ** 2).sum()
+
+        return mx.grad(loss, (0, 1))(experts.parameters(), x)
+
+    (expected, of_x), (found, of_x_found) = gradients(whole), gradients(two)
+    _close(of_x_found, of_x)
+    for name in PROJECTIONS:
+        banks = [found[bank][name]["weight"] for bank in ("high", "low")]
+        _close(mx.concatenate(banks), expected[name]["weight"])
+
+
+def _spy_on_matrices(two):
+    """Record the experts of the router, by projection, whose matrices are read."""
+    seen = {}
+    for bank, first in ((two.high, 0), (two.low, two.split)):
+        for name in PROJECTIONS:
+
+            def call(self, x, indices, sorted_indices=False, *, name=name, first=first):
+                seen.setdefault(name, set()).update((first + indices).flatten().tolist())
+                return QuantizedSwitchLinear.__call__(self, x, indices, sorted_indices)
+
+            bank[name].__class__ = type("Spy", (QuantizedSwitchLinear,), {"__call__": call})
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("chosen", "additional"),
+    [
+        ([[0, 1, 2, 1]], {3}),
+        ([[3, 4, 5, 6]], {0}),
+        ([[2, 4, 1, 6]], set()),
+        ([[0, 6, 5, 3]], set()),
+        ([[1, 0, 1, 0], [4, 5, 5, 4]], set()),  # each token reads one bank
+        ([[1, 2, 1, 2], [2, 1, 1, 2], [1, 2, 2, 1]], {3}),
+        ([[5, 6, 6, 5]] * 20, {0}),  # sorted by the banks
+        ([[5, 6, 1, 5]] * 20, set()),
+    ],
+)
+def test_masked_reads_no_expert_but_one_that_was_not_chosen(mixed, chosen, additional):
+    mixed.path = "masked"
+    seen = _spy_on_matrices(mixed)
+    indices = mx.array([chosen], mx.uint32)
+    mx.eval(mixed(mx.random.normal((*indices.shape[:2], 64)), indices))
+    wanted = {expert for token in chosen for expert in token} | additional
+    assert seen == dict.fromkeys(PROJECTIONS, wanted)
+    if len(chosen) == 1:
+        assert len(wanted) <= len(chosen[0]) + 1
 
 
 def test_a_stand_in_that_is_not_finite_does_not_leak(mixed):
@@ -611,18 +686,32 @@ def test_no_call_of_a_bank_exceeds_the_rows_that_are_safe(reap_model):
     assert mx.array_equal(two(x, indices), whole(x, indices))
     assert [rows for rows, _ in high] == [1]
     assert [rows for rows, _ in low] == [32_768, 33_999 - 32_768]
+    two.path = "masked"
+    high.clear()
+    low.clear()
+    assert mx.array_equal(two(x, indices), whole(x, indices))
+    for calls in (high, low):  # rows of x, each with two experts
+        assert [chosen.size for _, chosen in calls] == [32_768, 34_000 - 32_768]
 
 
-def test_the_path_is_chosen_by_device_and_pairs(mixed, monkeypatch):
-    taken = []
+@pytest.mark.parametrize(
+    ("device", "training", "tokens", "path"),
+    [
+        ("cpu", False, 1, "split"),
+        ("cpu", False, 65, "split"),
+        ("gpu", False, 1, "masked"),
+        ("gpu", False, 64, "masked"),
+        ("gpu", False, 65, "split"),
+        ("cpu", True, 65, "masked"),  # mlx-lm compiles the training step
+        ("gpu", True, 65, "masked"),
+    ],
+)
+def test_one_rule_chooses_the_path(mixed, monkeypatch, device, training, tokens, path):
+    monkeypatch.setattr(mx, "default_device", lambda: getattr(mx, device))
     for name in ("split", "masked"):
-        monkeypatch.setattr(type(mixed), f"_{name}", lambda *_, name=name: taken.append(name))
-    few, many = mx.zeros((64, 4), mx.uint32), mx.zeros((65, 4), mx.uint32)
-    for device in (mx.cpu, mx.gpu):
-        monkeypatch.setattr(mx, "default_device", lambda device=device: device)
-        mixed(None, few)
-        mixed(None, many)
-    assert taken == ["split", "split", "masked", "split"]
+        monkeypatch.setattr(type(mixed), f"_{name}", lambda *_, name=name: name)
+    mixed.train(training)
+    assert mixed(None, mx.zeros((tokens, 4), mx.uint32)) == path
 
 
 def test_the_dtype_does_not_depend_on_the_routing(mixed):

@@ -29,16 +29,21 @@ class TwoBankExperts(nn.Module):
     ``x``, so that it cannot depend on which of the banks a token happens to be routed to.
 
     Class attributes select how a call is executed; assign them on the class or on an instance.
+    All paths give equal results.
 
     path
-        "split" runs every bank on its own pairs only, but reads their number back to the host.
-        "masked" runs both banks on all pairs: no read-back and fixed shapes, so it can be
-        compiled. "auto" is "masked" for few pairs on a GPU, where waiting costs more than the
-        additional arithmetic, and "split" otherwise.
+        "split" sorts the pairs and runs every bank on its own slice, but reads their number back
+        to the host. "masked" runs both banks on all pairs: no read-back and fixed shapes, so it
+        can be compiled (for one shape, like mlx-lm's experts). A pair of the other bank is masked
+        out; it stands on one expert that the step reads from this bank anyway, the same for all
+        tokens of the step. So a step reads the experts that its tokens chose and no other, or
+        one more if all pairs are in one bank: at most K + 1 for one token. "auto" is "masked" for
+        few pairs on a GPU, where waiting costs more than the additional arithmetic, and in
+        training, which mlx-lm compiles; it is "split" otherwise.
     few_pairs
         Most pairs of a token and an expert that "auto" runs "masked".
     max_rows
-        Most rows in one call of a bank by "split": some GPUs compute wrong results for more
+        Most rows in one call of a bank: some GPUs compute wrong results for more
         (mlx issue 3856).
     """
 
@@ -54,11 +59,15 @@ class TwoBankExperts(nn.Module):
 
     def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
         indices = mx.stop_gradient(indices)
-        path = self.path
-        if path == "auto":
-            few = mx.default_device() == mx.gpu and indices.size <= self.few_pairs
-            path = "masked" if few else "split"
-        return {"masked": self._masked, "split": self._split}[path](x, indices)
+        run = {"masked": self._masked, "split": self._split}[self.choose(indices)]
+        return run(x, indices)
+
+    def choose(self, indices: mx.array) -> str:
+        """Return the path that a call with these indices takes: the one rule for all layers."""
+        if self.path != "auto":
+            return self.path
+        few = mx.default_device() == mx.gpu and indices.size <= self.few_pairs
+        return "masked" if few or self.training else "split"
 
     def _split(self, x: mx.array, indices: mx.array) -> mx.array:
         flat = indices.flatten()
@@ -81,14 +90,23 @@ class TwoBankExperts(nn.Module):
         return y.reshape(*indices.shape, -1)
 
     def _masked(self, x: mx.array, indices: mx.array) -> mx.array:
+        rows = x.reshape(-1, x.shape[-1])
+        pairs = indices.reshape(-1, indices.shape[-1])
+        step = max(1, self.max_rows // pairs.shape[-1])
+        outputs = [
+            self._both(rows[begin : begin + step], pairs[begin : begin + step])
+            for begin in range(0, len(rows), step)
+        ]
+        return mx.concatenate(outputs).reshape(*indices.shape, -1)
+
+    def _both(self, x: mx.array, indices: mx.array) -> mx.array:
         in_high = indices < self.split
         high = mx.where(in_high, indices, 0)
         # Indices are unsigned: raise them to the split before it is subtracted.
         low = mx.maximum(indices, self.split) - self.split
-        # A pair of the other bank stands on an expert that its token reads from this bank anyway,
-        # or on expert 0 if there is none: one token touches at most K + 1 experts.
-        high = mx.where(in_high, high, high.max(axis=-1, keepdims=True))
-        low = mx.where(in_high, low.max(axis=-1, keepdims=True), low)
+        # The last expert in use stands in, one for the whole step; expert 0 if none is in use.
+        high = mx.where(in_high, high, high.max())
+        low = mx.where(in_high, low.max(), low)
         # Selected, not multiplied by 0: a stand-in may be infinite.
         y = mx.where(in_high[..., None], self.high(x, high), self.low(x, low))
         return y.astype(x.dtype)
