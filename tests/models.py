@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,54 @@ def copy_checkpoint(
     config = json.loads((source / "config.json").read_text()) | changes
     shards = [edit(dict(mx.load(str(file)))) for file in sorted(source.glob("model*.safetensors"))]
     return _write(target, config, [shard for shard in shards if shard])
+
+
+def fp8_copy(
+    source: Path, target: Path, block: tuple[int, int] = (128, 128), scale: mx.Dtype = mx.float32
+) -> Path:
+    """A checkpoint with the matrices of attention and MLPs in FP8, as DeepSeek-V3 and Qwen3 have
+    them: E4M3 codes `x.weight` and one scale per block, `x.weight_scale_inv`."""
+    codes: set[str] = set()
+
+    def edit(shard: Tensors) -> Tensors:
+        edited = dict(shard)
+        for name, array in shard.items():
+            if not name.endswith("_proj.weight") and not name.endswith("_mqa.weight"):
+                continue
+            weight = np.array(array.astype(mx.float32))
+            scales = np.zeros([-(-side // size) for side, size in zip(weight.shape, block)])
+            for row, column in np.ndindex(*scales.shape):
+                part = weight[row * block[0] :, column * block[1] :][: block[0], : block[1]]
+                scales[row, column] = np.abs(part).max() / 448
+                part /= scales[row, column]
+            edited[name] = mx.to_fp8(mx.array(weight))
+            edited[f"{name}_scale_inv"] = mx.array(scales.astype(np.float32)).astype(scale)
+            codes.add(name)
+        return edited
+
+    quantization = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": list(block),
+    }
+    copy_checkpoint(source, target, edit, quantization_config=quantization)
+    for file in target.glob("model*.safetensors"):
+        relabel(file, codes, "F8_E4M3")
+    return target
+
+
+def relabel(file: Path, names: Container[str], dtype: str) -> None:
+    """Let a shard's header say that the named tensors are of another type of the same size."""
+    content = file.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    for name in header.keys() - {"__metadata__"}:
+        if name in names:
+            header[name]["dtype"] = dtype
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
 
 
 def float32_k3(target: Path) -> Path:

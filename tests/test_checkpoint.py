@@ -157,7 +157,6 @@ def test_a_dense_model_is_refused(tmp_path: Path, changes: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("quantization", "named"),
     [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
         ({"quant_method": "gptq", "bits": 4}, "gptq"),
         (
             {"quant_method": "compressed-tensors", "format": "float-quantized"},

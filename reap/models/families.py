@@ -23,8 +23,9 @@ class Family:
     `block` is the MoE block, `experts` its SwitchGLU, `router` every tensor with one row per
     expert. `source_expert` matches the name of one expert's tensor in a checkpoint that stores
     experts apart, with groups `layer` and `expert`. Tensors whose names start with `carried` are
-    copied to the export without being loaded. `state` gives the bytes of the KV and recurrent
-    state as (fixed, per token) for one sequence.
+    copied to the export without being loaded. `packed` are the compressed-tensors formats that
+    mlx-lm's `sanitize` maps onto MLX's own without loss. `state` gives the bytes of the KV and
+    recurrent state as (fixed, per token) for one sequence.
     """
 
     model_type: str
@@ -40,6 +41,7 @@ class Family:
         r"(?P<head>.*\blayers\.(?P<layer>\d+)\..*\bexperts\.)(?P<expert>\d+)(?P<tail>\..*)"
     )
     carried: tuple[str, ...] = ()
+    packed: tuple[str, ...] = ()
 
 
 def text_config(config: Config) -> Config:
@@ -84,6 +86,7 @@ _FAMILIES = {
             n_group="num_expert_group",
             topk_group="topk_group",
             router=("mlp.gate.weight", "mlp.e_score_correction_bias"),
+            packed=("mxfp4-pack-quantized",),
             carried=("vision_tower.", "vision_model.", "multi_modal_projector.", "mm_projector."),
             state=_kimi_k3_state,
         ),
