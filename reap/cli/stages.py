@@ -144,19 +144,27 @@ def plan(
 
 
 def export(
-    model: str, plan: Path, out: Path, *, trust: bool = False, force: bool = False
+    model: str,
+    plan: Path,
+    out: Path,
+    *,
+    format: str = "mlx",
+    trust: bool = False,
+    force: bool = False,
 ) -> ExportResult:
-    """Source model and plan file → checkpoint directory."""
+    """Source model and plan file → checkpoint directory. `format`: "mlx" or "hf"."""
     check_output(out, force, directory=True)
     made = Plan.load(plan)
 
-    from reap.export import export as write
+    from reap.export import export as write_mlx
+    from reap.export import export_hf
     from reap.models.source import open_source
 
     source = open_source(model, trust_remote_code=trust)
     if out.resolve() == source.checkpoint.path.resolve():
         raise ReapError(f"{out} is the source model.", "name another directory with --out")
     with progress_bar("layers") as progress:
+        write = export_hf if format == "hf" else write_mlx
         return write(source, made, out, plan_file=plan, force=force, progress=progress)
 
 

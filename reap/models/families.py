@@ -22,10 +22,11 @@ class Family:
 
     `block` is the MoE block, `experts` its SwitchGLU, `router` every tensor with one row per
     expert. `source_expert` matches the name of one expert's tensor in a checkpoint that stores
-    experts apart, with groups `layer` and `expert`. Tensors whose names start with `carried` are
-    copied to the export without being loaded. `packed` are the compressed-tensors formats that
-    mlx-lm's `sanitize` maps onto MLX's own without loss. `state` gives the bytes of the KV and
-    recurrent state as (fixed, per token) for one sequence.
+    experts apart, with groups `layer` and `expert`; `source_router` that of a router tensor, with
+    group `layer`. Tensors whose names start with `carried` are copied to the export without being
+    loaded. `packed` are the compressed-tensors formats that mlx-lm's `sanitize` maps onto MLX's own
+    without loss. `state` gives the bytes of the KV and recurrent state as (fixed, per token) for
+    one sequence.
     """
 
     model_type: str
@@ -39,6 +40,10 @@ class Family:
     experts: str = "mlp.switch_mlp"
     source_expert: re.Pattern[str] = re.compile(
         r"(?P<head>.*\blayers\.(?P<layer>\d+)\..*\bexperts\.)(?P<expert>\d+)(?P<tail>\..*)"
+    )
+    source_router: re.Pattern[str] = re.compile(
+        r".*\blayers\.(?P<layer>\d+)\.(?:mlp|block_sparse_moe)\."
+        r"(?:gate\.weight|(?:gate\.)?e_score_correction_bias)"
     )
     carried: tuple[str, ...] = ()
     packed: tuple[str, ...] = ()

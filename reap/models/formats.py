@@ -119,8 +119,8 @@ def _check_mlx(settings: Mapping[str, Any]) -> None:
     """The default and every module's own format; `false` leaves a module as it is."""
     own = {path: value for path, value in settings.items() if isinstance(value, dict)}
     for path, value in {"": settings, **own}.items():
-        bits, group, mode = (value.get(key) for key in ("bits", "group_size", "mode"))
-        format = Format(bits, group, mode or "affine")
+        bits, group = value.get("bits", 0), value.get("group_size", 0)
+        format = Format(bits, group, value.get("mode", "affine"))
         if format.mode == "dense" or not format.known:
             raise _unreadable(
                 f"{format.mode} with {bits} bits and groups of {group}"
