@@ -435,43 +435,58 @@ def test_the_commands_make_and_measure_one(
 # transformers
 
 
-def test_transformers_computes_the_masked_source_and_what_mlx_lm_computes(tmp_path: Path) -> None:
-    """Needs PyTorch and transformers, which `pip install .[torch]` brings."""
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "groups", "fp8"])
+def test_transformers_computes_the_masked_source_and_what_mlx_lm_computes(
+    kind: str, tmp_path: Path
+) -> None:
+    """Needs PyTorch and transformers, which `pip install '.[torch]'` brings.
+
+    Stock mlx-lm does not load Qwen3-MoE in FP8: its logits are those of the MLX export there.
+    """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    for family in ("qwen3_moe", "deepseek_v3"):
-        write_model = getattr(models, f"write_{family}")
-        source = write_model(tmp_path / family, layers=3, experts=12)
-        spec = open_source(str(source)).spec()
-        plan = exports.hand_plan(spec, exports.kept_experts(spec, "stock"))
-        out = tmp_path / f"{family}-out"
-        write(source, plan, out)
-        tokens = torch.tensor([exports.TOKENS])
+    groups = {"n_group": 4, "topk_group": 2} if kind == "groups" else {}
+    make = models.write_qwen3_moe if kind in ("qwen3_moe", "fp8") else models.write_deepseek_v3
+    # FP8 is widened to 16 bits by both; all else is float32, so that sums can be compared.
+    dtype = mx.bfloat16 if kind == "fp8" else mx.float32
+    source = make(tmp_path / "source", layers=3, experts=12, dtype=dtype, **groups)
+    if kind == "fp8":
+        source = models.fp8_copy(source, tmp_path / "fp8")
+    spec = open_source(str(source)).spec()
+    plan = exports.hand_plan(spec, exports.kept_experts(spec, "stock"))
+    out = tmp_path / "out"
+    write(source, plan, out)
+    tokens = torch.tensor([exports.TOKENS])
 
-        def load(path: Path) -> Any:
-            model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-            return model.eval()
+    def load(path: Path) -> Any:
+        options = {}
+        if kind == "fp8":
+            options["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto", **options)
+        return model.float().eval()
 
-        def of(model: Any, tokens: Any = tokens) -> np.ndarray:
-            with torch.no_grad():
-                return np.array(model(tokens).logits[0])
+    def of(model: Any) -> np.ndarray:
+        with torch.no_grad():
+            return np.array(model(tokens).logits[0])
 
-        pruned = of(load(out))
+    pruned = of(load(out))
+    if kind == "fp8":
+        exports.write(source, plan, tmp_path / "mlx")
+        mlx = exports.logits(exports.load(tmp_path / "mlx"))
+    else:
         mlx = exports.logits(load_model(out)[0])
-        masked = load(source)
-        for layer in plan.layers:
-            dropped = sorted(set(range(plan.num_experts)) - set(layer.kept))
-            _mask(masked.model.layers[layer.layer].mlp.gate, dropped)
-        wanted, whole = of(masked), of(load(source))
-        print(
-            f"\n{family}: transformers - mlx-lm {np.abs(pruned - mlx).max():.2e}, "
-            f"transformers - masked source {np.abs(pruned - wanted).max():.2e}, "
-            f"pruning itself {np.abs(whole - wanted).max():.2e}, "
-            f"largest logit {np.abs(wanted).max():.2f}"
-        )
-        np.testing.assert_allclose(pruned, mlx, rtol=0, atol=1e-4)
-        np.testing.assert_allclose(pruned, wanted, rtol=0, atol=1e-4)
-        assert np.abs(whole - wanted).max() > 0.01
+    whole, masked = load(source), load(source)
+    for layer in plan.layers:
+        dropped = sorted(set(range(plan.num_experts)) - set(layer.kept))
+        _mask(masked.model.layers[layer.layer].mlp.gate, dropped)
+    wanted = of(masked)
+    print(
+        f"\n{kind}: from mlx-lm {np.abs(pruned - mlx).max():.2e}, from the masked source "
+        f"{np.abs(pruned - wanted).max():.2e}, pruning itself {np.abs(of(whole) - wanted).max():.2e}"
+    )
+    np.testing.assert_allclose(pruned, wanted, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(pruned, mlx, rtol=0, atol=1e-4)
+    assert np.abs(of(whole) - wanted).max() > 0.01
 
 
 def _mask(gate: Any, dropped: list[int]) -> None:
