@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.float32]
 Kept = Mapping[int, tuple[Sequence[int], int]]
 """By MoE layer: the kept ids in bank order, and how many of them are in the high bank."""
 
-FAMILIES = ("kimi_k3", "qwen3_moe", "deepseek_v3", "deepseek_v3-groups")
+FAMILIES = ("kimi_k3", "qwen3_moe", "deepseek_v3", "deepseek_v3-groups", "glm4_moe")
 SHAPES = ("identity", "stock", "per-layer", "two-bank")
 CASES = [
     (family, shape)
@@ -69,6 +69,8 @@ def source_checkpoint(family: str) -> Path:
         shutil.copytree(embedded_model(), path)
     elif family == "qwen3_moe":
         models.write_qwen3_moe(path, dtype=mx.bfloat16, experts=12, mlp_only_layers=[1], layers=4)
+    elif family == "glm4_moe":
+        models.write_glm4_moe(path, dtype=mx.bfloat16, layers=4)
     else:
         groups = {"n_group": 4, "topk_group": 2} if family.endswith("groups") else {}
         dtype = mx.bfloat16 if groups else mx.float32

@@ -171,6 +171,78 @@ def write_deepseek_v3(
     return _write(path, config, [*shards, _trunk(make, tied=False)])
 
 
+def write_glm4_moe(
+    path: Path,
+    *,
+    dtype: mx.Dtype = mx.float32,
+    experts: int = 12,
+    top_k: int = 2,
+    layers: int = 3,
+    intermediate: int = 128,
+    seed: int = 0,
+    **changes: Any,
+) -> Path:
+    """GLM-4.5: DeepSeek-V3's router without groups, grouped-query attention with biases and rotary
+    embeddings of half the width, a dense first layer."""
+    config = {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "dtype": str(dtype).removeprefix("mlx.core."),
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "intermediate_size": 128,
+        "moe_intermediate_size": intermediate,
+        "n_routed_experts": experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": top_k,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+        **changes,
+    }
+    make = _Random(seed, dtype)
+    heads, kv, dim = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    shards = []
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        weights = {
+            f"{at}.input_layernorm.weight": make.norm(HIDDEN),
+            f"{at}.post_attention_layernorm.weight": make.norm(HIDDEN),
+            f"{at}.self_attn.o_proj.weight": make.matrix(HIDDEN, heads * dim),
+        }
+        for name, count in (("q", heads), ("k", kv), ("v", kv)):
+            weights[f"{at}.self_attn.{name}_proj.weight"] = make.matrix(count * dim, HIDDEN)
+            weights[f"{at}.self_attn.{name}_proj.bias"] = make.vector(count * dim)
+        if config["use_qk_norm"]:
+            weights[f"{at}.self_attn.q_norm.weight"] = make.norm(dim)
+            weights[f"{at}.self_attn.k_norm.weight"] = make.norm(dim)
+        if layer < config["first_k_dense_replace"]:
+            weights |= make.mlp(f"{at}.mlp", config["intermediate_size"])
+        else:
+            weights[f"{at}.mlp.gate.weight"] = make.matrix(experts, HIDDEN)
+            weights[f"{at}.mlp.gate.e_score_correction_bias"] = make.bias(experts)
+            weights |= make.mlp(f"{at}.mlp.shared_experts", intermediate)
+            for expert in range(experts):
+                weights |= make.mlp(f"{at}.mlp.experts.{expert}", intermediate)
+        shards.append(weights)
+    return _write(path, config, [*shards, _trunk(make, tied=False)])
+
+
 def copy_checkpoint(
     source: Path,
     target: Path,
@@ -287,6 +359,9 @@ class _Random:
 
     def norm(self, width: int) -> mx.array:
         return self._array(1 + 0.1 * self._generator.standard_normal(width))
+
+    def vector(self, width: int) -> mx.array:
+        return self._array(0.1 * self._generator.standard_normal(width))
 
     def bias(self, count: int) -> mx.array:
         """Positive, and float32 as in the released checkpoints."""

@@ -30,6 +30,7 @@ EXPERT = {
     "kimi_k3": "language_model.model.layers.{}.block_sparse_moe.experts.{}.",
     "qwen3_moe": "model.layers.{}.mlp.experts.{}.",
     "deepseek_v3": "model.layers.{}.mlp.experts.{}.",
+    "glm4_moe": "model.layers.{}.mlp.experts.{}.",
 }
 ROUTERS = {
     "kimi_k3": [
@@ -42,6 +43,7 @@ ROUTERS = {
         "model.layers.{}.mlp.gate.e_score_correction_bias",
     ],
 }
+ROUTERS["glm4_moe"] = ROUTERS["deepseek_v3"]
 
 
 @functools.cache
@@ -435,7 +437,7 @@ def test_the_commands_make_and_measure_one(
 # transformers
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "groups", "fp8"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "groups", "glm4_moe", "fp8"])
 def test_transformers_computes_the_masked_source_and_what_mlx_lm_computes(
     kind: str, tmp_path: Path
 ) -> None:
@@ -446,7 +448,11 @@ def test_transformers_computes_the_masked_source_and_what_mlx_lm_computes(
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     groups = {"n_group": 4, "topk_group": 2} if kind == "groups" else {}
-    make = models.write_qwen3_moe if kind in ("qwen3_moe", "fp8") else models.write_deepseek_v3
+    make = {
+        "deepseek_v3": models.write_deepseek_v3,
+        "groups": models.write_deepseek_v3,
+        "glm4_moe": models.write_glm4_moe,
+    }.get(kind, models.write_qwen3_moe)
     # FP8 is widened to 16 bits by both; all else is float32, so that sums can be compared.
     dtype = mx.bfloat16 if kind == "fp8" else mx.float32
     source = make(tmp_path / "source", layers=3, experts=12, dtype=dtype, **groups)
@@ -482,7 +488,7 @@ def test_transformers_computes_the_masked_source_and_what_mlx_lm_computes(
     wanted = of(masked)
     print(
         f"\n{kind}: from mlx-lm {np.abs(pruned - mlx).max():.2e}, from the masked source "
-        f"{np.abs(pruned - wanted).max():.2e}, pruning itself {np.abs(of(whole) - wanted).max():.2e}"
+        f"{np.abs(pruned - wanted).max():.2e}, pruned by {np.abs(of(whole) - wanted).max():.2e}"
     )
     np.testing.assert_allclose(pruned, wanted, rtol=0, atol=1e-5)
     np.testing.assert_allclose(pruned, mlx, rtol=0, atol=1e-4)

@@ -111,6 +111,15 @@ _FAMILIES = {
             router=("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
             state=_mla_state,
         ),
+        Family(
+            model_type="glm4_moe",
+            num_experts="n_routed_experts",
+            top_k="num_experts_per_tok",
+            n_group="n_group",
+            topk_group="topk_group",
+            router=("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
+            state=_gqa_state,
+        ),
     )
 }
 
