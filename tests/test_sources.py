@@ -385,6 +385,26 @@ def test_an_unknown_type_of_tensor_is_named(dtype: str, tmp_path: Path) -> None:
         open_source(str(copy))
 
 
+def test_fused_experts_that_mlx_lm_does_not_take_apart_are_named(tmp_path: Path) -> None:
+    """As transformers 5 holds Qwen3-MoE in memory; its files have experts apart."""
+
+    def fuse(shard: models.Tensors) -> models.Tensors:
+        at = "model.layers.1.mlp.experts"
+        if f"{at}.0.up_proj.weight" not in shard:
+            return shard
+        whole = {
+            name: mx.stack([shard.pop(f"{at}.{e}.{name}_proj.weight") for e in range(8)])
+            for name in ("gate", "up", "down")
+        }
+        fused = mx.concatenate([whole["gate"], whole["up"]], axis=1)
+        return shard | {f"{at}.gate_up_proj": fused, f"{at}.down_proj": whole["down"]}
+
+    plain = models.write_qwen3_moe(tmp_path / "plain", layers=2)
+    source = open_source(str(models.copy_checkpoint(plain, tmp_path / "fused", fuse)))
+    with pytest.raises(CheckpointError, match=r"lacks .*switch_mlp.* and has .*experts\.down_proj"):
+        source.spec()
+
+
 def test_fp8_without_a_word_in_the_config_is_refused(tmp_path: Path) -> None:
     copy = models.copy_checkpoint(fp8("qwen3_moe"), tmp_path / "copy", quantization_config=None)
     with pytest.raises(CheckpointError, match="it says nothing of a quantization"):

@@ -304,7 +304,9 @@ class SourceModel:
         missing = sorted(set(wanted) - set(given))
         extra = sorted(set(given) - set(wanted))
         if missing or extra:
-            what = f"lacks {missing[0]}" if missing else f"has an unexpected {extra[0]}"
+            parts = [f"lacks {missing[0]}"] if missing else []
+            parts += [f"has an unexpected {extra[0]}"] if extra else []
+            what = " and ".join(parts)
             raise CheckpointError(f"{self.checkpoint.path} {what}.")
         for name, array in given.items():
             if array.shape != self._shapes[name]:
