@@ -195,15 +195,16 @@ def masked_source(source: Path, plan: Plan) -> nn.Module:
     model, _ = load_model(source)
     for layer in plan.layers:
         block = model.layers[layer.layer].mlp
+        experts = block.switch_mlp if "switch_mlp" in block else block.experts
         for name, format in plan.low.items() if layer.low else ():
-            block.switch_mlp[name] = _with_low(
-                block.switch_mlp[name], layer.kept[layer.high :], format
-            )
+            experts[name] = _with_low(experts[name], layer.kept[layer.high :], format)
         dropped = sorted(set(range(plan.num_experts)) - set(layer.kept))
         if not dropped:
             continue
         if "e_score_correction_bias" in block:
             block.e_score_correction_bias[mx.array(dropped)] = -1e9
+        elif "router" in block:
+            block.router.bias[mx.array(dropped)] = -1e9
         elif "e_score_correction_bias" in block.gate:
             block.gate.e_score_correction_bias[mx.array(dropped)] = -1e9
         else:
@@ -253,6 +254,8 @@ def _with_low(part: nn.Module, low: Sequence[int], format: Format) -> nn.Module:
     count, rows, columns = weight.shape
     out = SwitchLinear(columns, rows, count, bias=False)
     out.weight = weight
+    if "bias" in part:
+        out.bias = part.bias
     return out
 
 

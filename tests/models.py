@@ -243,6 +243,85 @@ def write_glm4_moe(
     return _write(path, config, [*shards, _trunk(make, tied=False)])
 
 
+def write_gpt_oss(
+    path: Path,
+    *,
+    dtype: mx.Dtype = mx.float32,
+    experts: int = 12,
+    top_k: int = 2,
+    layers: int = 4,
+    intermediate: int = 128,
+    seed: int = 0,
+    **changes: Any,
+) -> Path:
+    """gpt-oss: a router with a bias before the softmax; experts in mxfp4 with biases, all of a
+    layer in one tensor, rows of gate and up alternating; every other layer has a sliding window."""
+    config = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "dtype": str(dtype).removeprefix("mlx.core."),
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": layers,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "sliding_window": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "attention_bias": True,
+        "intermediate_size": intermediate,
+        "num_local_experts": experts,
+        "num_experts_per_tok": top_k,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": {"rope_type": "default"},
+        "max_position_embeddings": 4096,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+        "quantization_config": {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+        **changes,
+    }
+    make = _Random(seed, dtype)
+    heads, kv, dim = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    shards = []
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        weights = {
+            f"{at}.input_layernorm.weight": make.norm(HIDDEN),
+            f"{at}.post_attention_layernorm.weight": make.norm(HIDDEN),
+            f"{at}.self_attn.sinks": make.vector(heads),
+            f"{at}.self_attn.o_proj.weight": make.matrix(HIDDEN, heads * dim),
+            f"{at}.self_attn.o_proj.bias": make.vector(HIDDEN),
+            f"{at}.mlp.router.weight": make.matrix(experts, HIDDEN),
+            f"{at}.mlp.router.bias": make.vector(experts),
+        }
+        for name, count in (("q", heads), ("k", kv), ("v", kv)):
+            weights[f"{at}.self_attn.{name}_proj.weight"] = make.matrix(count * dim, HIDDEN)
+            weights[f"{at}.self_attn.{name}_proj.bias"] = make.vector(count * dim)
+        for name, rows, columns in (
+            ("gate_up_proj", 2 * intermediate, HIDDEN),
+            ("down_proj", HIDDEN, intermediate),
+        ):
+            dense = mx.stack([make.matrix(rows, columns) for _ in range(experts)])
+            packed, scales = mx.quantize(dense, mode="mxfp4", group_size=32, bits=4)
+            blocks = packed.view(mx.uint8).reshape(experts, rows, columns // 32, 16)
+            weights[f"{at}.mlp.experts.{name}_blocks"] = blocks
+            weights[f"{at}.mlp.experts.{name}_scales"] = scales
+            biases = [make.vector(rows) for _ in range(experts)]
+            weights[f"{at}.mlp.experts.{name}_bias"] = mx.stack(biases)
+        shards.append(weights)
+    return _write(path, config, [*shards, _trunk(make, tied=False)])
+
+
 def copy_checkpoint(
     source: Path,
     target: Path,

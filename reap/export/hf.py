@@ -166,39 +166,41 @@ def _pieces(source: SourceModel, plan: Plan) -> list[Piece]:
     slots = {
         index: {expert: slot for slot, expert in enumerate(ids)} for index, ids in kept.items()
     }
-    routers: Counter[int] = Counter()
-    experts: Counter[int] = Counter()
+    found: Counter[int] = Counter()
+    apart: set[int] = set()
     pieces: list[Piece] = []
     names = [*source.loaded_names(), *source.carried_names()]
     for name in sorted(names, key=lambda name: (tensors[name].file, tensors[name].offset)):
-        expert, router = family.source_expert.fullmatch(name), family.source_router.fullmatch(name)
+        expert, rows = family.source_expert.fullmatch(name), family.source_rows.fullmatch(name)
         if expert and int(expert["layer"]) in kept:
-            experts[int(expert["layer"])] += 1
+            apart.add(int(expert["layer"]))
             slot = slots[int(expert["layer"])].get(int(expert["expert"]))
             if slot is not None:
                 pieces.append(Piece(f"{expert['head']}{slot}{expert['tail']}", name))
-        elif router and int(router["layer"]) in kept:
-            index = int(router["layer"])
+        elif rows and int(rows["layer"]) in kept:
+            index = int(rows["layer"])
             if tensors[name].shape[:1] != (plan.num_experts,) or name + SCALE_SUFFIX in tensors:
                 raise CheckpointError(
                     f"{name} of shape {tensors[name].shape} cannot be cut by experts: there are "
                     f"{plan.num_experts}."
                 )
-            routers[index] += 1
+            found[index] += 1
             pieces.append(Piece(name, name, kept[index]))
         else:
             pieces.append(Piece(name, name))
-    if source.config.get("quantization") or not experts:
+    wanted = len(family.router) + family.fused
+    experts_found = max(found.values()) > len(family.router) if family.fused else bool(apart)
+    if source.config.get("quantization") or not experts_found:
         raise ReapError(
             f"{source.checkpoint.name} is an MLX checkpoint with stacked experts: it has no "
             "Hugging Face layout to keep.",
             "leave --format hf out, or start from the Hugging Face checkpoint",
         )
     for index in kept:
-        if routers[index] != len(family.router) or not experts[index]:
+        if found[index] != wanted or (index in apart) == bool(family.fused):
             raise CheckpointError(
-                f"layer {index} of {source.checkpoint.path} has {routers[index]} router tensors "
-                f"where {len(family.router)} are expected, and {experts[index]} of experts.",
+                f"layer {index} of {source.checkpoint.path} has {found[index]} tensors of routers "
+                f"and fused experts where {wanted} are expected.",
                 "export without --format hf",
             )
     return pieces

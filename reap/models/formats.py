@@ -19,8 +19,8 @@ SCALE_SUFFIX = "_scale_inv"
 """`x.weight_scale_inv` holds the scales of the FP8 matrix `x.weight` (DeepSeek-V3, Qwen3)."""
 
 _SUPPORTED = (
-    "supported: bf16/fp16/fp32, FP8 (E4M3) with a scale per block, MLX-quantized, and "
-    "kimi_k3's compressed-tensors mxfp4-pack-quantized"
+    "supported: bf16/fp16/fp32, FP8 (E4M3) with a scale per block, MLX-quantized, and the mxfp4 of "
+    "kimi_k3 (compressed-tensors mxfp4-pack-quantized) and gpt_oss"
 )
 
 # safetensors' spelling, by what the config says of the quantization.
@@ -98,7 +98,7 @@ def _kind(
             raise _unreadable("hf_quant_config.json says (NVIDIA ModelOpt)")
         return "", None
     method, packing = settings.get("quant_method"), settings.get("format")
-    if method == "compressed-tensors" and packing in family.packed:
+    if (packing if method == "compressed-tensors" else method) in family.packed:
         return "packed", None
     if method != "fp8":
         raise _unreadable(f"{method} {packing}" if packing else str(method))

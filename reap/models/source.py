@@ -395,9 +395,9 @@ class SourceModel:
         layer = self.layers[index]
         loose = 0
         for name in self.family.router:
-            owner, _, leaf = name.rpartition(".")
-            module = submodule(layer, owner)
-            if not (leaf == "weight" and _is_matrix(module)):
+            owner = name.rpartition(".")[0]
+            # The bias of a router matrix is in its own ModuleSpec.
+            if not _is_matrix(submodule(layer, owner)):
                 loose += submodule(layer, name)[0].nbytes
         return MoeLayer(
             index, path, tuple(sorted(projections, key=lambda p: p.name)), router_row_bytes=loose
