@@ -37,7 +37,7 @@ def model_card(plan: Plan, spec: ModelSpec, *, layout: str | None = None) -> str
         + (f" and {kept - high:,} as {_bank(plan.low)}" if kept > high else "")
         + f". Layout: {'that of the source, every kept byte as it was' if hf else plan.layout}.",
         "",
-        *(["Loads like the source, in transformers too.", ""] if hf else []),
+        *(["Loads wherever the source does.", ""] if hf else []),
         "```",
         f'mlx_lm.generate --model DIR{flag} --prompt "Hello"',
         "```",
