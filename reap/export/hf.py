@@ -1,11 +1,11 @@
 """Export in the source's own Hugging Face layout: fewer experts, every byte that stays as it was.
 
-transformers, vLLM, SGLang and mlx-lm load the result like the source. Their configs know one number
-of experts and one encoding, so the plan must keep as many experts in every layer, all in the
+Whatever loads the source loads the result (tested: mlx-lm and transformers). A config knows one
+number of experts and one encoding, so the plan must keep as many experts in every layer, all in the
 source's format, and change nothing else. Tensors are copied as bytes: experts under their new
-numbers, router tensors row by row, in the order of the plan. config.json gets the new number and
-nothing of reap's, lest a loader stumble over it; where the checkpoint comes from stands in
-README.md and reap.json.
+numbers, router tensors and fused experts row by row, in the order of the plan. config.json gets
+the new number and nothing of reap's, lest a loader stumble over it; where the checkpoint comes
+from stands in README.md and reap.json.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _labels(formats: Iterable[Any]) -> str:
 
 
 def _pieces(source: SourceModel, plan: Plan) -> list[Piece]:
-    """Every tensor of the export in the order of the source's files.
+    """Every tensor of the export in the order in which the source's files hold them.
 
     Layers beyond the last one (multi-token prediction) are left out: their experts would have to
     have the same new number, and nothing is known of them. Raises ReapError for an MLX source and
@@ -189,7 +189,7 @@ def _pieces(source: SourceModel, plan: Plan) -> list[Piece]:
         else:
             pieces.append(Piece(name, name))
     wanted = len(family.router) + family.fused
-    experts_found = max(found.values()) > len(family.router) if family.fused else bool(apart)
+    experts_found = apart or max(found.values(), default=0) > len(family.router)
     if source.config.get("quantization") or not experts_found:
         raise ReapError(
             f"{source.checkpoint.name} is an MLX checkpoint with stacked experts: it has no "
