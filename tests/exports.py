@@ -29,7 +29,7 @@ Floats = npt.NDArray[np.float32]
 Kept = Mapping[int, tuple[Sequence[int], int]]
 """By MoE layer: the kept ids in bank order, and how many of them are in the high bank."""
 
-FAMILIES = ("kimi_k3", "qwen3_moe", "deepseek_v3", "deepseek_v3-groups")
+FAMILIES = ("kimi_k3", "qwen3_moe", "deepseek_v3", "deepseek_v3-groups", "glm4_moe")
 SHAPES = ("identity", "stock", "per-layer", "two-bank")
 CASES = [
     (family, shape)
@@ -69,6 +69,8 @@ def source_checkpoint(family: str) -> Path:
         shutil.copytree(embedded_model(), path)
     elif family == "qwen3_moe":
         models.write_qwen3_moe(path, dtype=mx.bfloat16, experts=12, mlp_only_layers=[1], layers=4)
+    elif family == "glm4_moe":
+        models.write_glm4_moe(path, dtype=mx.bfloat16, layers=4)
     else:
         groups = {"n_group": 4, "topk_group": 2} if family.endswith("groups") else {}
         dtype = mx.bfloat16 if groups else mx.float32
@@ -202,15 +204,16 @@ def masked_source(source: Path, plan: Plan) -> nn.Module:
     model, _ = load_model(source)
     for layer in plan.layers:
         block = model.layers[layer.layer].mlp
+        experts = block.switch_mlp if "switch_mlp" in block else block.experts
         for name, format in plan.low.items() if layer.low else ():
-            block.switch_mlp[name] = _with_low(
-                block.switch_mlp[name], layer.kept[layer.high :], format
-            )
+            experts[name] = _with_low(experts[name], layer.kept[layer.high :], format)
         dropped = sorted(set(range(plan.num_experts)) - set(layer.kept))
         if not dropped:
             continue
         if "e_score_correction_bias" in block:
             block.e_score_correction_bias[mx.array(dropped)] = -1e9
+        elif "router" in block:
+            block.router.bias[mx.array(dropped)] = -1e9
         elif "e_score_correction_bias" in block.gate:
             block.gate.e_score_correction_bias[mx.array(dropped)] = -1e9
         else:
@@ -260,6 +263,8 @@ def _with_low(part: nn.Module, low: Sequence[int], format: Format) -> nn.Module:
     count, rows, columns = weight.shape
     out = SwitchLinear(columns, rows, count, bias=False)
     out.weight = weight
+    if "bias" in part:
+        out.bias = part.bias
     return out
 
 

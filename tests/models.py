@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,157 @@ def write_deepseek_v3(
     return _write(path, config, [*shards, _trunk(make, tied=False)])
 
 
+def write_glm4_moe(
+    path: Path,
+    *,
+    dtype: mx.Dtype = mx.float32,
+    experts: int = 12,
+    top_k: int = 2,
+    layers: int = 3,
+    intermediate: int = 128,
+    seed: int = 0,
+    **changes: Any,
+) -> Path:
+    """GLM-4.5: DeepSeek-V3's router without groups, grouped-query attention with biases and rotary
+    embeddings of half the width, a dense first layer."""
+    config = {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "dtype": str(dtype).removeprefix("mlx.core."),
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "intermediate_size": 128,
+        "moe_intermediate_size": intermediate,
+        "n_routed_experts": experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": top_k,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+        **changes,
+    }
+    make = _Random(seed, dtype)
+    heads, kv, dim = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    shards = []
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        weights = {
+            f"{at}.input_layernorm.weight": make.norm(HIDDEN),
+            f"{at}.post_attention_layernorm.weight": make.norm(HIDDEN),
+            f"{at}.self_attn.o_proj.weight": make.matrix(HIDDEN, heads * dim),
+        }
+        for name, count in (("q", heads), ("k", kv), ("v", kv)):
+            weights[f"{at}.self_attn.{name}_proj.weight"] = make.matrix(count * dim, HIDDEN)
+            weights[f"{at}.self_attn.{name}_proj.bias"] = make.vector(count * dim)
+        if config["use_qk_norm"]:
+            weights[f"{at}.self_attn.q_norm.weight"] = make.norm(dim)
+            weights[f"{at}.self_attn.k_norm.weight"] = make.norm(dim)
+        if layer < config["first_k_dense_replace"]:
+            weights |= make.mlp(f"{at}.mlp", config["intermediate_size"])
+        else:
+            weights[f"{at}.mlp.gate.weight"] = make.matrix(experts, HIDDEN)
+            weights[f"{at}.mlp.gate.e_score_correction_bias"] = make.bias(experts)
+            weights |= make.mlp(f"{at}.mlp.shared_experts", intermediate)
+            for expert in range(experts):
+                weights |= make.mlp(f"{at}.mlp.experts.{expert}", intermediate)
+        shards.append(weights)
+    return _write(path, config, [*shards, _trunk(make, tied=False)])
+
+
+def write_gpt_oss(
+    path: Path,
+    *,
+    dtype: mx.Dtype = mx.float32,
+    experts: int = 12,
+    top_k: int = 2,
+    layers: int = 4,
+    intermediate: int = 128,
+    seed: int = 0,
+    **changes: Any,
+) -> Path:
+    """gpt-oss: a router with a bias before the softmax; experts in mxfp4 with biases, all of a
+    layer in one tensor, rows of gate and up alternating; every other layer has a sliding window."""
+    config = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "dtype": str(dtype).removeprefix("mlx.core."),
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": layers,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "sliding_window": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "attention_bias": True,
+        "intermediate_size": intermediate,
+        "num_local_experts": experts,
+        "num_experts_per_tok": top_k,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_scaling": {"rope_type": "default"},
+        "max_position_embeddings": 4096,
+        "swiglu_limit": 7.0,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+        "quantization_config": {
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+            "quant_method": "mxfp4",
+        },
+        **changes,
+    }
+    make = _Random(seed, dtype)
+    heads, kv, dim = (config[k] for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    shards = []
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        weights = {
+            f"{at}.input_layernorm.weight": make.norm(HIDDEN),
+            f"{at}.post_attention_layernorm.weight": make.norm(HIDDEN),
+            f"{at}.self_attn.sinks": make.vector(heads),
+            f"{at}.self_attn.o_proj.weight": make.matrix(HIDDEN, heads * dim),
+            f"{at}.self_attn.o_proj.bias": make.vector(HIDDEN),
+            f"{at}.mlp.router.weight": make.matrix(experts, HIDDEN),
+            f"{at}.mlp.router.bias": make.vector(experts),
+        }
+        for name, count in (("q", heads), ("k", kv), ("v", kv)):
+            weights[f"{at}.self_attn.{name}_proj.weight"] = make.matrix(count * dim, HIDDEN)
+            weights[f"{at}.self_attn.{name}_proj.bias"] = make.vector(count * dim)
+        for name, rows, columns in (
+            ("gate_up_proj", 2 * intermediate, HIDDEN),
+            ("down_proj", HIDDEN, intermediate),
+        ):
+            dense = mx.stack([make.matrix(rows, columns) for _ in range(experts)])
+            packed, scales = mx.quantize(dense, mode="mxfp4", group_size=32, bits=4)
+            blocks = packed.view(mx.uint8).reshape(experts, rows, columns // 32, 16)
+            weights[f"{at}.mlp.experts.{name}_blocks"] = blocks
+            weights[f"{at}.mlp.experts.{name}_scales"] = scales
+            biases = [make.vector(rows) for _ in range(experts)]
+            weights[f"{at}.mlp.experts.{name}_bias"] = mx.stack(biases)
+        shards.append(weights)
+    return _write(path, config, [*shards, _trunk(make, tied=False)])
+
+
 def copy_checkpoint(
     source: Path,
     target: Path,
@@ -184,6 +336,54 @@ def copy_checkpoint(
     config = json.loads((source / "config.json").read_text()) | changes
     shards = [edit(dict(mx.load(str(file)))) for file in sorted(source.glob("model*.safetensors"))]
     return _write(target, config, [shard for shard in shards if shard])
+
+
+def fp8_copy(
+    source: Path, target: Path, block: tuple[int, int] = (128, 128), scale: mx.Dtype = mx.float32
+) -> Path:
+    """A checkpoint with the matrices of attention and MLPs in FP8, as DeepSeek-V3 and Qwen3 have
+    them: E4M3 codes `x.weight` and one scale per block, `x.weight_scale_inv`."""
+    codes: set[str] = set()
+
+    def edit(shard: Tensors) -> Tensors:
+        edited = dict(shard)
+        for name, array in shard.items():
+            if not name.endswith("_proj.weight") and not name.endswith("_mqa.weight"):
+                continue
+            weight = np.array(array.astype(mx.float32))
+            scales = np.zeros([-(-side // size) for side, size in zip(weight.shape, block)])
+            for row, column in np.ndindex(*scales.shape):
+                part = weight[row * block[0] :, column * block[1] :][: block[0], : block[1]]
+                scales[row, column] = np.abs(part).max() / 448
+                part /= scales[row, column]
+            edited[name] = mx.to_fp8(mx.array(weight))
+            edited[f"{name}_scale_inv"] = mx.array(scales.astype(np.float32)).astype(scale)
+            codes.add(name)
+        return edited
+
+    quantization = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": list(block),
+    }
+    copy_checkpoint(source, target, edit, quantization_config=quantization)
+    for file in target.glob("model*.safetensors"):
+        relabel(file, codes, "F8_E4M3")
+    return target
+
+
+def relabel(file: Path, names: Container[str], dtype: str) -> None:
+    """Let a shard's header say that the named tensors are of another type of the same size."""
+    content = file.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    for name in header.keys() - {"__metadata__"}:
+        if name in names:
+            header[name]["dtype"] = dtype
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
 
 
 def float32_k3(target: Path) -> Path:
@@ -238,6 +438,9 @@ class _Random:
 
     def norm(self, width: int) -> mx.array:
         return self._array(1 + 0.1 * self._generator.standard_normal(width))
+
+    def vector(self, width: int) -> mx.array:
+        return self._array(0.1 * self._generator.standard_normal(width))
 
     def bias(self, count: int) -> mx.array:
         """Positive, and float32 as in the released checkpoints."""

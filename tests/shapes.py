@@ -205,8 +205,6 @@ def glm_4_5_air() -> ModelSpec:
         m.matrix(f"{prefix}.gate_proj", width, 4096)
         m.matrix(f"{prefix}.up_proj", width, 4096)
         m.matrix(f"{prefix}.down_proj", 4096, width)
-        if layer:
-            m.matrix(f"{base}.gate", 128, 4096, "router")
     return _spec(
         "zai-org/GLM-4.5-Air",
         "glm4_moe",
@@ -219,7 +217,7 @@ def glm_4_5_air() -> ModelSpec:
         inner=1408,
         source=BF16,
         experts_path="model.layers.{}.mlp.switch_mlp",
-        router_row_bytes=4,
+        router_row_bytes=2 * 4096 + 4,
         state=(0, 2 * 2 * 8 * 128 * 46),
     )
 

@@ -105,10 +105,17 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3_moe unnormalised": models.write_qwen3_moe(at / "u", norm_topk_prob=False, top_k=3),
         "deepseek_v3": models.write_deepseek_v3(at / "d", top_k=3),
         "deepseek_v3 groups": models.write_deepseek_v3(at / "g", n_group=4, topk_group=2),
+        "glm4_moe": models.write_glm4_moe(at / "glm"),
     }
 
 
-PLAIN_FAMILIES = ("qwen3_moe", "qwen3_moe unnormalised", "deepseek_v3", "deepseek_v3 groups")
+PLAIN_FAMILIES = (
+    "qwen3_moe",
+    "qwen3_moe unnormalised",
+    "deepseek_v3",
+    "deepseek_v3 groups",
+    "glm4_moe",
+)
 
 
 # A MoE block by hand
@@ -558,7 +565,7 @@ class Dense(nn.Module):
         return mx.gather_mm(x, self.weight.swapaxes(-1, -2), rhs_indices=indices)
 
 
-@pytest.mark.parametrize("family", ["kimi_k3", "qwen3_moe", "deepseek_v3", "deepseek_v3 groups"])
+@pytest.mark.parametrize("family", ["kimi_k3", *PLAIN_FAMILIES])
 def test_the_sensitivity_is_that_of_the_whole_changed_model(
     checkpoints: dict[str, Path], family: str
 ) -> None:

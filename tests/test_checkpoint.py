@@ -23,7 +23,7 @@ from reap.models.hooks import hooked
 from reap.models.source import open_source
 
 Write = Callable[..., Path]
-WRITERS = [models.write_qwen3_moe, models.write_deepseek_v3]
+WRITERS = [models.write_qwen3_moe, models.write_deepseek_v3, models.write_glm4_moe]
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,6 @@ def test_a_dense_model_is_refused(tmp_path: Path, changes: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("quantization", "named"),
     [
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
         ({"quant_method": "gptq", "bits": 4}, "gptq"),
         (
             {"quant_method": "compressed-tensors", "format": "float-quantized"},
@@ -292,6 +291,7 @@ def checkpoints(tmp_path: Path) -> dict[str, Path]:
         "qwen3_moe tied": models.write_qwen3_moe(tmp_path / "t", tied=True, mlp_only_layers=[1]),
         "deepseek_v3": models.write_deepseek_v3(tmp_path / "d", dtype=mx.bfloat16),
         "deepseek_v3 groups": models.write_deepseek_v3(tmp_path / "g", n_group=4, topk_group=2),
+        "glm4_moe": models.write_glm4_moe(tmp_path / "glm", dtype=mx.bfloat16),
     }
 
 

@@ -33,6 +33,7 @@ SOURCE_EXPERTS = {
     "kimi_k3": "language_model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}",
     "qwen3_moe": "model.layers.{layer}.mlp.experts.{expert}.{name}",
     "deepseek_v3": "model.layers.{layer}.mlp.experts.{expert}.{name}",
+    "glm4_moe": "model.layers.{layer}.mlp.experts.{expert}.{name}",
 }
 SOURCE_NAMES = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 ROUTERS = {
@@ -46,6 +47,7 @@ ROUTERS = {
         "mlp.gate.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
     },
 }
+ROUTERS["glm4_moe"] = ROUTERS["deepseek_v3"]
 
 
 @pytest.mark.parametrize("family", exports.FAMILIES)

@@ -577,6 +577,28 @@ def test_plans_are_consistent_at_every_size(layout: str, seed: int) -> None:
     assert plan.damage == 0
 
 
+@pytest.mark.parametrize("layout", ["auto", "stock", "per-layer", "two-bank"])
+def test_without_a_low_bank_every_expert_is_as_in_the_source(layout: str) -> None:
+    spec = make_spec(layers=4, experts=16)
+    for seed, share in itertools.product(range(3), (0.55, 0.7, 0.9)):
+        saliency = make_saliency(spec, seed=seed)
+        size = size_for(spec, share)
+        plan = plan_with(saliency, size=size, layout=layout, low="none")
+        assert_consistent(plan, saliency, size)
+        assert plan.low == {} and plan.waterfall.low == 0
+        assert all(layer.high == len(layer.kept) for layer in plan.layers)
+        assert plan.layout in ("stock", layout, "per-layer")
+        assert PlanSettings.from_json(plan.settings).low == "none"
+        both = plan_with(saliency, size=size, layout=layout)
+        assert both.damage <= plan.damage * SIMPLER_WITHIN
+    with pytest.raises(ReapError, match="recipe 'low' needs a low bank, but --low is none"):
+        plain_plan(
+            saliency, PlanSettings(size=size, low="none"), recipe="low", provenance=PROVENANCE
+        )
+    with pytest.raises(ReapError, match="leaves no bank for low_down '3bit'"):
+        PlanSettings(size=size, low="none", low_down="3bit")
+
+
 def test_layouts_are_nested() -> None:
     spec = make_spec(layers=4, experts=16)
     for seed, share in itertools.product(range(4), (0.35, 0.5, 0.7, 0.9)):

@@ -26,11 +26,16 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
     "4bit": {"q_bits": 4, "q_group_size": 32},
     "8bit": {"q_bits": 8, "q_group_size": 64},
     "mxfp4": {"q_mode": "mxfp4"},
+    "nvfp4": {"q_mode": "nvfp4"},
+    "mxfp8": {"q_mode": "mxfp8"},
 }
 SOURCES = [
     ("qwen3_moe", "4bit"),
     ("qwen3_moe", "8bit"),
     ("qwen3_moe", "mxfp4"),
+    ("qwen3_moe", "nvfp4"),
+    ("qwen3_moe", "mxfp8"),
+    ("deepseek_v3-groups", "nvfp4"),
     ("deepseek_v3-groups", "4bit"),
     ("kimi_k3", "4bit"),
 ]

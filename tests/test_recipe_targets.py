@@ -13,7 +13,7 @@ from reap.planning import PlanSettings, make_plan
 from reap.recipes import load_recipe
 
 RECIPES = sorted(data_directory("recipes").glob("*.yaml"))
-SUPPORTED = {"kimi_k3", "qwen3_moe", "deepseek_v3"}
+SUPPORTED = {"kimi_k3", "qwen3_moe", "deepseek_v3", "glm4_moe", "gpt_oss"}
 
 
 def test_shapes_are_the_models() -> None:

@@ -23,7 +23,14 @@ from reap.models.quantize import requantized_experts
 from reap.models.source import SourceModel, open_source
 from reap.models.stream import LayerStream
 
-FAMILIES = ("kimi_k3", "qwen3_moe", "qwen3_moe-bf16", "deepseek_v3", "deepseek_v3-groups")
+FAMILIES = (
+    "kimi_k3",
+    "qwen3_moe",
+    "qwen3_moe-bf16",
+    "deepseek_v3",
+    "deepseek_v3-groups",
+    "glm4_moe",
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +42,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "qwen3_moe-bf16": models.write_qwen3_moe(at / "b", dtype=mx.bfloat16, tied=True),
         "deepseek_v3": models.write_deepseek_v3(at / "d"),
         "deepseek_v3-groups": models.write_deepseek_v3(at / "g", n_group=4, topk_group=2),
+        "glm4_moe": models.write_glm4_moe(at / "glm"),
     }
 
 

@@ -121,6 +121,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceModel]:
         "qwen3_moe unnormalised": models.write_qwen3_moe(at / "u", norm_topk_prob=False),
         "deepseek_v3": models.write_deepseek_v3(at / "d"),
         "deepseek_v3 groups": models.write_deepseek_v3(at / "g", n_group=4, topk_group=2),
+        "glm4_moe": models.write_glm4_moe(at / "glm"),
     }
     return {name: open_source(str(path)) for name, path in paths.items()}
 
@@ -133,6 +134,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SourceModel]:
         ("qwen3_moe unnormalised", None),
         ("deepseek_v3", 2.5),
         ("deepseek_v3 groups", 2.5),
+        ("glm4_moe", 1.5),
     ],
 )
 def test_the_tap_changes_nothing_and_the_bias_is_not_in_the_weights(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -38,6 +38,14 @@ def export(
             show_default=False,
         ),
     ] = None,
+    format: Annotated[
+        Literal["mlx", "hf"],
+        typer.Option(
+            metavar="mlx|hf",
+            help="mlx, or hf: the source's own layout and bytes; the plan must keep as many "
+            "experts in every layer, in the source's format.",
+        ),
+    ] = "mlx",
     run: Run = None,
     trust_remote_code: Trust = False,
     force: Force = False,
@@ -62,12 +70,13 @@ def export(
         plan_file,
         saliency or directory.saliency,
         target,
+        format=format,
         trust=trust_remote_code,
         force=force,
     )
     if json:
         print_json({"checkpoint": str(target), "bytes": result.nbytes, "tensors": result.tensors})
-    flag = "" if made.layout == "stock" else " --trust-remote-code"
+    flag = "" if format == "hf" or made.layout == "stock" else " --trust-remote-code"
     say(
         f"{format_size(result.loaded_bytes)} of weights in {result.tensors:,} tensors, "
         "loaded again and checked."

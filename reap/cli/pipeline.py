@@ -157,8 +157,8 @@ class Pipeline:
     def _checkpoint_misfit(self) -> str:
         from reap.models.checkpoint import open_checkpoint
 
-        config = open_checkpoint(str(self.directory.checkpoint)).config
-        if config.get("reap", {}).get("plan_sha256") != sha256(self.directory.plan):
+        made_of = open_checkpoint(str(self.directory.checkpoint)).origin
+        if made_of.get("plan_sha256") != sha256(self.directory.plan):
             return "it was not exported from plan.json as it is now"
         return ""
 

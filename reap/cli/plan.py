@@ -60,7 +60,7 @@ def plan(
         str, typer.Option(metavar="FORMAT", help="High bank: source, or e.g. mxfp4, 4bit-g64.")
     ] = PlanSettings.high,
     low: Annotated[
-        str, typer.Option(metavar="FORMAT", help="Low bank: e.g. 2bit, 3bit, 3bit-g64.")
+        str, typer.Option(metavar="FORMAT", help="Low bank: none, or e.g. 2bit, 3bit, 3bit-g64.")
     ] = PlanSettings.low,
     low_rounding: Annotated[
         str | None,

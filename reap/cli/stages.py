@@ -144,20 +144,33 @@ def plan(
 
 
 def export(
-    model: str, plan: Path, saliency: Path, out: Path, *, trust: bool = False, force: bool = False
+    model: str,
+    plan: Path,
+    saliency: Path,
+    out: Path,
+    *,
+    format: str = "mlx",
+    trust: bool = False,
+    force: bool = False,
 ) -> ExportResult:
-    """Source model, plan file and, if the plan needs it, saliency file → checkpoint directory."""
+    """Source model, plan file and, if the plan needs it, saliency file → checkpoint directory.
+
+    `format`: "mlx" or "hf".
+    """
     check_output(out, force, directory=True)
     made = Plan.load(plan)
 
-    from reap.export import export as write
+    from reap.export import export as write_mlx
+    from reap.export import export_hf
     from reap.models.source import open_source
 
     source = open_source(model, trust_remote_code=trust)
     if out.resolve() == source.checkpoint.path.resolve():
         raise ReapError(f"{out} is the source model.", "name another directory with --out")
     with progress_bar("layers") as progress:
-        return write(
+        if format == "hf":
+            return export_hf(source, made, out, plan_file=plan, force=force, progress=progress)
+        return write_mlx(
             source,
             made,
             out,

@@ -141,7 +141,7 @@ def evaluate_all(
 
 
 def _plan_input(model: SourceModel) -> dict[str, str]:
-    plan = model.config.get("reap", {}).get("plan_sha256")
+    plan = model.checkpoint.origin.get("plan_sha256")
     return {"plan": plan} if plan else {}
 
 
@@ -264,5 +264,5 @@ def _expert_bytes(model: SourceModel) -> int:
 
 def _label(model: SourceModel) -> str:
     """A checkpoint that reap wrote is named by its source and layout, not by its directory."""
-    made = model.config.get("reap")
+    made = model.checkpoint.origin
     return f"{made['source']}, {made['layout']}" if made else model.checkpoint.name

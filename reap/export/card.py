@@ -8,25 +8,26 @@ from pathlib import Path
 
 from reap.artifacts import Evaluation, Format, ModelSpec, Plan
 from reap.artifacts.evaluation import Estimate
+from reap.models.checkpoint import origin
 
 _START = "<!-- reap:measured -->"
 _END = "<!-- /reap:measured -->"
 _UNMEASURED = "Not measured yet: run `reap evaluate` on this directory."
 
 
-def model_card(plan: Plan, spec: ModelSpec) -> str:
-    """The card in Markdown, with a place for the measurement."""
+def model_card(plan: Plan, spec: ModelSpec, *, layout: str | None = None) -> str:
+    """The card in Markdown, with a place for the measurement; `layout` "hf": of `export_hf`."""
     kept = sum(len(layer.kept) for layer in plan.layers)
     total = spec.num_experts * len(plan.layers)
     high = sum(layer.high for layer in plan.layers)
     water = plan.waterfall
-    trust = plan.layout != "stock"
-    flag = " --trust-remote-code" if trust else ""
+    hf = layout == "hf"
+    flag = "" if hf or plan.layout == "stock" else " --trust-remote-code"
     lines = [
         "---",
-        "library_name: mlx",
+        f"library_name: {'transformers' if hf else 'mlx'}",
         "pipeline_tag: text-generation",
-        "tags: [mlx, reap, pruned, mixture-of-experts]",
+        f"tags: [{'' if hf else 'mlx, '}reap, pruned, mixture-of-experts]",
         f"base_model: {spec.model}",
         "---",
         "",
@@ -34,8 +35,9 @@ def model_card(plan: Plan, spec: ModelSpec) -> str:
         "",
         f"{kept:,} of {total:,} routed experts are kept, {high:,} of them as {_bank(plan.high)}"
         + (f" and {kept - high:,} as {_bank(plan.low)}" if kept > high else "")
-        + f". Layout: {plan.layout}.",
+        + f". Layout: {'that of the source, every kept byte as it was' if hf else plan.layout}.",
         "",
+        *(["Loads wherever the source does.", ""] if hf else []),
         "```",
         f'mlx_lm.generate --model DIR{flag} --prompt "Hello"',
         "```",
@@ -100,7 +102,7 @@ def add_measurement(checkpoint: Path, evaluation: Evaluation) -> None:
     if not card.exists() or not config.exists():
         return
     compared = evaluation.provenance.inputs.get("reference config.json")
-    made_of = json.loads(config.read_text("utf-8")).get("reap", {})
+    made_of = origin(checkpoint, json.loads(config.read_text("utf-8")))
     if compared not in (None, made_of.get("source_config_sha256")):
         return  # the card says "source's" of the figures beside its own
     text = card.read_text(encoding="utf-8")

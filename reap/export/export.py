@@ -17,6 +17,7 @@ from reap.export.card import model_card
 from reap.export.low_bank import LowBank
 from reap.export.verify import verify
 from reap.export.writer import ShardWriter
+from reap.models.checkpoint import ORIGIN
 from reap.models.quantize import dequantized, quantized, requantized
 from reap.models.source import RUNTIME, SourceModel
 from reap.progress import Progress, silent
@@ -321,6 +322,6 @@ def checkpoint_config(
 def _copy_files(source: Path, out: Path) -> None:
     """Tokenizer, templates, generation config, custom code and licences, untouched."""
     for file in sorted(source.iterdir()):
-        written = file.name in ("config.json", "README.md", RUNTIME.name)
+        written = file.name in ("config.json", "README.md", ORIGIN, RUNTIME.name)
         if file.is_file() and not written and not file.name.endswith(_NOT_COPIED):
             shutil.copyfile(file, out / file.name)

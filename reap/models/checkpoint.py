@@ -18,6 +18,8 @@ from reap.errors import CheckpointError
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 INDEX = "model.safetensors.index.json"
+ORIGIN = "reap.json"
+"""What an export in a foreign layout carries instead of config["reap"]."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,11 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.tensors.values())
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What reap wrote of where the checkpoint comes from; empty if reap did not make it."""
+        return origin(self.path, self.config)
 
     def by_layer(self, prefixes_apart: tuple[str, ...]) -> dict[int | None, list[str]]:
         """Tensor names by decoder layer; None holds what is in no layer.
@@ -103,6 +110,17 @@ def open_checkpoint(model: str) -> Checkpoint:
         raise CheckpointError(f"{config_path} is not a JSON object.")
     name = path.resolve().name if Path(model).exists() else model
     return Checkpoint(path, name, revision, config, sha256(config_path), _tensors(path))
+
+
+def origin(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """`Checkpoint.origin` of a directory with that config.json."""
+    file = directory / ORIGIN
+    if "reap" in config or not file.exists():
+        return dict(config.get("reap") or {})
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        raise CheckpointError(f"{file} is damaged.", "export again, or delete it") from None
 
 
 def _locate(model: str) -> tuple[Path, str]:

@@ -22,9 +22,12 @@ class Family:
 
     `block` is the MoE block, `experts` its SwitchGLU, `router` every tensor with one row per
     expert. `source_expert` matches the name of one expert's tensor in a checkpoint that stores
-    experts apart, with groups `layer` and `expert`. Tensors whose names start with `carried` are
-    copied to the export without being loaded. `state` gives the bytes of the KV and recurrent
-    state as (fixed, per token) for one sequence.
+    experts apart, with groups `layer` and `expert`; `source_rows` that of a tensor with one row per
+    expert, of a router or of experts stored together, with group `layer`; `fused` is how many of
+    the latter a layer has. Tensors whose names start with `carried` are copied to the export
+    without being loaded. `packed` are the quantizations (formats of compressed-tensors, otherwise
+    methods) that mlx-lm's `sanitize` maps onto MLX's own without loss. `state` gives the bytes of
+    the KV and recurrent state as (fixed, per token) for one sequence.
     """
 
     model_type: str
@@ -39,7 +42,13 @@ class Family:
     source_expert: re.Pattern[str] = re.compile(
         r"(?P<head>.*\blayers\.(?P<layer>\d+)\..*\bexperts\.)(?P<expert>\d+)(?P<tail>\..*)"
     )
+    source_rows: re.Pattern[str] = re.compile(
+        r".*\blayers\.(?P<layer>\d+)\.(?:mlp|block_sparse_moe)\."
+        r"(?:gate\.weight|(?:gate\.)?e_score_correction_bias)"
+    )
+    fused: int = 0
     carried: tuple[str, ...] = ()
+    packed: tuple[str, ...] = ()
 
 
 def text_config(config: Config) -> Config:
@@ -58,6 +67,14 @@ def _gqa_state(config: Config) -> tuple[int, int]:
     heads = config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return 0, 2 * 2 * heads * head_dim * config["num_hidden_layers"]
+
+
+def _gpt_oss_state(config: Config) -> tuple[int, int]:
+    """As _gqa_state, but half of the layers hold the last `sliding_window` tokens only."""
+    kinds = config["layer_types"]
+    per_layer = 2 * 2 * config["num_key_value_heads"] * config["head_dim"]
+    full = kinds.count("full_attention")
+    return (len(kinds) - full) * config["sliding_window"] * per_layer, full * per_layer
 
 
 def _kimi_k3_state(config: Config) -> tuple[int, int]:
@@ -84,6 +101,7 @@ _FAMILIES = {
             n_group="num_expert_group",
             topk_group="topk_group",
             router=("mlp.gate.weight", "mlp.e_score_correction_bias"),
+            packed=("mxfp4-pack-quantized",),
             carried=("vision_tower.", "vision_model.", "multi_modal_projector.", "mm_projector."),
             state=_kimi_k3_state,
         ),
@@ -102,6 +120,29 @@ _FAMILIES = {
             topk_group="topk_group",
             router=("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
             state=_mla_state,
+        ),
+        Family(
+            model_type="glm4_moe",
+            num_experts="n_routed_experts",
+            top_k="num_experts_per_tok",
+            n_group="n_group",
+            topk_group="topk_group",
+            router=("mlp.gate.weight", "mlp.gate.e_score_correction_bias"),
+            state=_gqa_state,
+        ),
+        Family(
+            model_type="gpt_oss",
+            num_experts="num_local_experts",
+            top_k="num_experts_per_tok",
+            experts="mlp.experts",
+            router=("mlp.router.weight", "mlp.router.bias"),
+            source_rows=re.compile(
+                r".*\blayers\.(?P<layer>\d+)\.mlp\.(?:router\.(?:weight|bias)"
+                r"|experts\.(?:gate_up|down)_proj_(?:blocks|scales|bias))"
+            ),
+            fused=6,
+            packed=("mxfp4",),
+            state=_gpt_oss_state,
         ),
     )
 }

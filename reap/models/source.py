@@ -24,6 +24,7 @@ from reap.artifacts import Format, ModelSpec, ModuleSpec, MoeLayer, Projection
 from reap.artifacts.files import sha256
 from reap.artifacts.spec import Role
 from reap.errors import CheckpointError
+from reap.models import formats
 from reap.models.checkpoint import Checkpoint, open_checkpoint
 from reap.models.families import Family, family_of, text_config
 from reap.models.hooks import submodule
@@ -34,9 +35,6 @@ RUNTIME = Path(__file__).with_name("reap_model.py")
 
 ROWS_PER_CALL = 32_768
 """Most routed rows in one call of the experts."""
-
-# What compressed-tensors formats mlx-lm maps onto MLX's own without loss.
-_PACKED_FORMATS = ("mxfp4-pack-quantized",)
 
 
 class SourceModel:
@@ -50,7 +48,6 @@ class SourceModel:
         self.checkpoint = checkpoint
         self.config = mlx_lm_utils.load_config(checkpoint.path)
         self.family: Family = family_of(self.config)
-        _refuse_unknown_quantization(self.config)
         model_class, args_class = self._classes(trust_remote_code)
         try:
             self.model: nn.Module = model_class(args_class.from_dict(self.config))
@@ -61,6 +58,7 @@ class SourceModel:
         self.model.eval()
         self.layers: list[nn.Module] = self.model.layers
         self._names = checkpoint.by_layer(self.family.carried)
+        self._fp8 = formats.fp8_block(checkpoint, self.config, self.family, self.loaded_names())
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._prefetched: Prefetch | None = None
         absent = [i for i in range(len(self.layers)) if i not in self._names]
@@ -226,6 +224,8 @@ class SourceModel:
         return self._sanitized(self.checkpoint.load(self._names[None]), "")
 
     def _sanitized(self, arrays: dict[str, mx.array], prefix: str) -> dict[str, mx.array]:
+        if self._fp8 is not None:
+            arrays = formats.dense(arrays, self._fp8)
         if hasattr(self.model, "sanitize"):
             try:
                 arrays = self.model.sanitize(arrays)
@@ -304,7 +304,9 @@ class SourceModel:
         missing = sorted(set(wanted) - set(given))
         extra = sorted(set(given) - set(wanted))
         if missing or extra:
-            what = f"lacks {missing[0]}" if missing else f"has an unexpected {extra[0]}"
+            parts = [f"lacks {missing[0]}"] if missing else []
+            parts += [f"has an unexpected {extra[0]}"] if extra else []
+            what = " and ".join(parts)
             raise CheckpointError(f"{self.checkpoint.path} {what}.")
         for name, array in given.items():
             if array.shape != self._shapes[name]:
@@ -393,9 +395,9 @@ class SourceModel:
         layer = self.layers[index]
         loose = 0
         for name in self.family.router:
-            owner, _, leaf = name.rpartition(".")
-            module = submodule(layer, owner)
-            if not (leaf == "weight" and _is_matrix(module)):
+            owner = name.rpartition(".")[0]
+            # The bias of a router matrix is in its own ModuleSpec.
+            if not _is_matrix(submodule(layer, owner)):
                 loose += submodule(layer, name)[0].nbytes
         return MoeLayer(
             index, path, tuple(sorted(projections, key=lambda p: p.name)), router_row_bytes=loose
@@ -459,25 +461,6 @@ def _import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _refuse_unknown_quantization(config: dict[str, Any]) -> None:
-    if "quantization" in config:
-        return
-    quantization = config.get("quantization_config") or text_config(config).get(
-        "quantization_config"
-    )
-    if not quantization:
-        return
-    method = quantization.get("quant_method")
-    kind = quantization.get("format")
-    if method == "compressed-tensors" and kind in _PACKED_FORMATS:
-        return
-    named = f"{method} {kind}" if kind else str(method)
-    raise CheckpointError(
-        f"the source is quantized as {named}, which reap cannot read yet.",
-        f"supported: bf16/fp16/fp32, MLX-quantized, compressed-tensors {_PACKED_FORMATS[0]}",
-    )
 
 
 def _private_arrays(module: nn.Module) -> list[mx.array]:

@@ -33,7 +33,7 @@ from reap.planning.domains import combined
 from reap.planning.precision import Precision, choose_precision
 from reap.planning.protect import protected
 from reap.planning.rule import LowBankRule
-from reap.planning.settings import CLAMP, PlanSettings, budget_for, reserved
+from reap.planning.settings import CLAMP, NO_LOW, PlanSettings, budget_for, reserved
 from reap.planning.size import format_size
 from reap.planning.solver import Problem, Solution, solve, uniform
 from reap.planning.warn import domains_kept, warnings
@@ -152,8 +152,11 @@ def plain_plan(
         scores = saliency.score(ranked_by if ranked_by in CRITERIA else "energy")
     task = prepare(saliency, _plain(settings), scores=scores)
     if recipe in ("low", "two-bank") and not task.precision.low:
+        why = (
+            "--low is none" if settings.low == NO_LOW else "no format is smaller than the source's"
+        )
         raise ReapError(
-            f"recipe {recipe!r} needs a low bank, but no format is smaller than the source's.",
+            f"recipe {recipe!r} needs a low bank, but {why}.",
             "choose another recipe",
         )
     if recipe == "two-bank" and saliency.spec.n_group > 1:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from reap.artifacts.plan import Bank
 from reap.artifacts.spec import Format, ModelSpec, ModuleSpec, Projection
 from reap.errors import ReapError
-from reap.planning.settings import PlanSettings
+from reap.planning.settings import NO_LOW, PlanSettings
 from reap.planning.size import format_size
 
 Ints = NDArray[np.int64]
@@ -56,6 +56,25 @@ def choose_precision(spec: ModelSpec, settings: PlanSettings) -> Precision:
         if not high:
             raise _no_group(spec, "high", names, Format.parse(settings.high))
         _need_smaller(spec, "high", high, None, "the source")
+    low = {} if settings.low == NO_LOW else _low_bank(spec, settings, names, high)
+    high_bytes = _expert_bytes(spec, high)
+    return Precision(
+        trunk=trunk,
+        high=high,
+        low=low,
+        high_mix=_mix(spec, high),
+        low_mix=_mix(spec, low),
+        high_bytes=high_bytes,
+        low_bytes=_expert_bytes(spec, low) if low else np.zeros_like(high_bytes),
+        router_bytes=np.array(
+            [spec.router_row_bytes(layer, trunk) for layer in spec.moe_layers], dtype=np.int64
+        ),
+        trunk_bytes=spec.trunk_bytes(trunk),
+    )
+
+
+def _low_bank(spec: ModelSpec, settings: PlanSettings, names: tuple[str, ...], high: Bank) -> Bank:
+    """Empty if the default does not fit the shapes or is not smaller than the high bank."""
     wanted = dict.fromkeys(names, settings.low)
     if settings.low_down is not None:
         down = [name for name in names if name in DOWN]
@@ -75,21 +94,8 @@ def choose_precision(spec: ModelSpec, settings: PlanSettings) -> Precision:
                 raise _no_group(spec, "low", part, Format.parse(text))
         _need_smaller(spec, "low", low, high, "the high bank")
     elif not _smaller(spec, low, high):
-        low = {}
-    high_bytes = _expert_bytes(spec, high)
-    return Precision(
-        trunk=trunk,
-        high=high,
-        low=low,
-        high_mix=_mix(spec, high),
-        low_mix=_mix(spec, low),
-        high_bytes=high_bytes,
-        low_bytes=_expert_bytes(spec, low) if low else np.zeros_like(high_bytes),
-        router_bytes=np.array(
-            [spec.router_row_bytes(layer, trunk) for layer in spec.moe_layers], dtype=np.int64
-        ),
-        trunk_bytes=spec.trunk_bytes(trunk),
-    )
+        return {}
+    return low
 
 
 def size_with(spec: ModelSpec, settings: PlanSettings, share: Decimal) -> int:

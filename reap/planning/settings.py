@@ -12,6 +12,9 @@ from reap.artifacts.saliency import CRITERIA
 from reap.artifacts.spec import Format
 from reap.errors import ReapError
 
+NO_LOW = "none"
+"""`low` of plans with a high bank alone."""
+
 TRUNKS = ("source", "8bit", "6bit", "4bit")
 
 
@@ -35,10 +38,10 @@ class PlanSettings:
     `context` tokens of state and `reserve` (a share of the budget) are taken off a budget, not off
     a size. `trunk` is the precision of everything but experts. `high` and `low` are the formats of
     the two banks: `high` is "source" or at least 4 bits of what Format.parse reads, `low` is affine
-    at 2 to 4 bits, `low_down` that of the low bank's down projections if it differs. A format
-    without a group size takes the largest group that fits every matrix. `min_experts` is the least
-    number of experts in a layer (default 4 × top_k), `min_bank` of those in a bank that is not
-    empty. `criterion` ranks the experts of a layer. `low_rounding` is the plan's; None: as
+    at 2 to 4 bits or "none", `low_down` that of the low bank's down projections if it differs. A
+    format without a group size takes the largest group that fits every matrix. `min_experts` is the
+    least number of experts in a layer (default 4 × top_k), `min_bank` of those in a bank that is
+    not empty. `criterion` ranks the experts of a layer. `low_rounding` is the plan's; None: as
     the low bits' errors were measured.
 
     `keep`: experts that must be in the high bank, as {layer: [expert, …]} or (layer, expert) pairs.
@@ -90,7 +93,7 @@ class PlanSettings:
             )
         for name in ("low", "low_down"):
             text = getattr(self, name)
-            if text is None:
+            if text is None or (name, text) == ("low", NO_LOW):
                 continue
             low = _parse(name, text)
             if low.mode != "affine" or low.bits > 4:
@@ -98,6 +101,11 @@ class PlanSettings:
                     f"{name} precision {text!r} is not an affine format of 2, 3 or 4 bits.",
                     "e.g. --low 2bit or --low 3bit-g64",
                 )
+        if self.low == NO_LOW and self.low_down is not None:
+            raise ReapError(
+                f"low precision {NO_LOW!r} leaves no bank for low_down {self.low_down!r}.",
+                "leave one of them out",
+            )
         object.__setattr__(self, "keep", _pairs(self.keep))
         object.__setattr__(self, "domains", _domains(self.domains))
         object.__setattr__(self, "clamp", _clamp(self.clamp))

@@ -1,0 +1,380 @@
+"""Export in the source's own Hugging Face layout: fewer experts, every byte that stays as it was.
+
+Whatever loads the source loads the result (tested: mlx-lm and transformers). A config knows one
+number of experts and one encoding, so the plan must keep as many experts in every layer, all in the
+source's format, and change nothing else. Tensors are copied as bytes: experts under their new
+numbers, router tensors and fused experts row by row, in the order of the plan. config.json gets
+the new number and nothing of reap's, lest a loader stumble over it; where the checkpoint comes
+from stands in README.md and reap.json.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from reap.artifacts import ModelSpec, Plan
+from reap.artifacts.files import refuse_existing, sha256, write_json, written_whole
+from reap.errors import CheckpointError, ReapError
+from reap.export.card import model_card
+from reap.export.export import (
+    ExportResult,
+    _check_space,
+    _check_target,
+    _copy_files,
+    check_plan,
+)
+from reap.export.verify import _check_forward
+from reap.export.writer import SHARD_BYTES
+from reap.models.checkpoint import INDEX, ORIGIN, Checkpoint, TensorInfo, open_checkpoint
+from reap.models.formats import SCALE_SUFFIX
+from reap.models.source import SourceModel
+from reap.progress import Progress, silent
+
+_CHUNK = 16 * 2**20
+_WAY_OUT = "plan with --layout stock --low none, which keeps as many experts in every layer"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor to write: the tensor `source`, or its `rows` along the first axis in that order."""
+
+    name: str
+    source: str
+    rows: tuple[int, ...] | None = None
+
+    def shape(self, info: TensorInfo) -> tuple[int, ...]:
+        return info.shape if self.rows is None else (len(self.rows), *info.shape[1:])
+
+    def ranges(self, info: TensorInfo) -> list[tuple[int, int]]:
+        """(offset, bytes) in the source's file."""
+        if self.rows is None:
+            return [(info.offset, info.nbytes)]
+        size = info.nbytes // info.shape[0]
+        return [(info.offset + row * size, size) for row in self.rows]
+
+    def nbytes(self, info: TensorInfo) -> int:
+        return sum(size for _, size in self.ranges(info))
+
+
+def export_hf(
+    source: SourceModel,
+    plan: Plan,
+    out: Path,
+    *,
+    plan_file: Path,
+    force: bool = False,
+    progress: Progress = silent,
+) -> ExportResult:
+    """Write `plan` applied to `source` as a checkpoint directory `out` in the source's layout.
+
+    The directory appears only when every tensor has been compared with the source and a forward
+    pass is finite. `nbytes` of the result are those of the files, which are fewer than planned
+    where the source is FP8: plans count what mlx-lm loads. Raises ReapError for a plan that the
+    layout cannot hold (see the module), an MLX source, another model's plan, a small disk.
+    """
+    refuse_existing(out, force)
+    _check_target(out, source.checkpoint.path, plan_file)
+    _check_uniform(plan)
+    pieces = _pieces(source, plan)
+    spec = source.spec()
+    check_plan(source, plan, spec)
+    _check_bank(plan, spec)
+    config = _config(source, plan)
+    tensors = source.checkpoint.tensors
+    total = sum(piece.nbytes(tensors[piece.source]) for piece in pieces)
+    _check_space(out, total)
+    with written_whole(out, force=force) as partial:
+        partial.mkdir()
+        _write_shards(partial, source.checkpoint, pieces, progress)
+        _copy_files(source.checkpoint.path, partial)
+        card = model_card(plan, spec, layout="hf")
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        write_json(partial / ORIGIN, _origin(plan, spec, plan_file))
+        text = json.dumps(config, indent=2, ensure_ascii=False)
+        (partial / "config.json").write_text(text + "\n", encoding="utf-8")
+        progress("checking what was written", len(pieces), len(pieces))
+        _verify(partial, source, plan, pieces)
+    carried = sum(tensors[name].nbytes for name in source.carried_names())
+    return ExportResult(out, total, total - carried, len(pieces))
+
+
+# What the layout can hold
+
+
+def _check_uniform(plan: Plan) -> None:
+    """Raise ReapError for a plan whose counts, banks or trunk the layout has no room for."""
+    low = sum(layer.low for layer in plan.layers)
+    if low:
+        kept = sum(len(layer.kept) for layer in plan.layers)
+        raise ReapError(
+            f"--format hf keeps the source's encoding: the plan has {low} of {kept} experts in the "
+            f"low bank ({_labels(plan.low.values())}).",
+            _WAY_OUT,
+        )
+    counts = Counter(len(layer.kept) for layer in plan.layers)
+    if len(counts) > 1:
+        named = ", ".join(f"{n} in {layers} layers" for n, layers in sorted(counts.items()))
+        raise ReapError(
+            "--format hf needs the same number of experts in every layer, config.json has room "
+            f"for one; the plan keeps {named}.",
+            _WAY_OUT,
+        )
+    if plan.trunk:
+        path, format = next(iter(plan.trunk.items()))
+        raise ReapError(
+            f"--format hf keeps the source's encoding: the plan stores {len(plan.trunk)} matrices "
+            f"outside the experts anew, {path} as {format.label}.",
+            "plan with --trunk source",
+        )
+
+
+def _check_bank(plan: Plan, spec: ModelSpec) -> None:
+    for moe in spec.moe_layers:
+        for projection in moe.projections:
+            planned = plan.high[projection.name]
+            if planned != projection.format:
+                raise ReapError(
+                    f"--format hf keeps the source's encoding: {moe.experts}.{projection.name} is "
+                    f"{projection.format.label}, the plan stores it as {planned.label}.",
+                    "plan with --high source",
+                )
+
+
+def _labels(formats: Iterable[Any]) -> str:
+    return ", ".join(dict.fromkeys(format.label for format in formats))
+
+
+def _pieces(source: SourceModel, plan: Plan) -> list[Piece]:
+    """Every tensor of the export in the order in which the source's files hold them.
+
+    Layers beyond the last one (multi-token prediction) are left out: their experts would have to
+    have the same new number, and nothing is known of them. Raises ReapError for an MLX source and
+    for routers and experts that are not where the family has them.
+    """
+    family, tensors = source.family, source.checkpoint.tensors
+    kept = {layer.layer: layer.kept for layer in plan.layers}
+    slots = {
+        index: {expert: slot for slot, expert in enumerate(ids)} for index, ids in kept.items()
+    }
+    found: Counter[int] = Counter()
+    apart: set[int] = set()
+    pieces: list[Piece] = []
+    names = [*source.loaded_names(), *source.carried_names()]
+    for name in sorted(names, key=lambda name: (tensors[name].file, tensors[name].offset)):
+        expert, rows = family.source_expert.fullmatch(name), family.source_rows.fullmatch(name)
+        if expert and int(expert["layer"]) in kept:
+            apart.add(int(expert["layer"]))
+            slot = slots[int(expert["layer"])].get(int(expert["expert"]))
+            if slot is not None:
+                pieces.append(Piece(f"{expert['head']}{slot}{expert['tail']}", name))
+        elif rows and int(rows["layer"]) in kept:
+            index = int(rows["layer"])
+            if tensors[name].shape[:1] != (plan.num_experts,) or name + SCALE_SUFFIX in tensors:
+                raise CheckpointError(
+                    f"{name} of shape {tensors[name].shape} cannot be cut by experts: there are "
+                    f"{plan.num_experts}."
+                )
+            found[index] += 1
+            pieces.append(Piece(name, name, kept[index]))
+        else:
+            pieces.append(Piece(name, name))
+    wanted = len(family.router) + family.fused
+    experts_found = apart or max(found.values(), default=0) > len(family.router)
+    if source.config.get("quantization") or not experts_found:
+        raise ReapError(
+            f"{source.checkpoint.name} is an MLX checkpoint with stacked experts: it has no "
+            "Hugging Face layout to keep.",
+            "leave --format hf out, or start from the Hugging Face checkpoint",
+        )
+    for index in kept:
+        if found[index] != wanted or (index in apart) == bool(family.fused):
+            raise CheckpointError(
+                f"layer {index} of {source.checkpoint.path} has {found[index]} tensors of routers "
+                f"and fused experts where {wanted} are expected.",
+                "export without --format hf",
+            )
+    return pieces
+
+
+def _config(source: SourceModel, plan: Plan) -> dict[str, Any]:
+    """The source's config.json with the new number of experts.
+
+    Experts that `quantization_config` names are renumbered, prediction layers that are left out
+    (see `_pieces`) are no longer announced.
+    """
+    path = source.checkpoint.path / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    text = config.get("text_config") or config
+    text[source.family.num_experts] = len(plan.layers[0].kept)
+    if text.get("num_nextn_predict_layers"):
+        text["num_nextn_predict_layers"] = 0
+    for part in [config] if text is config else [config, text]:
+        if part.get("quantization_config"):
+            part["quantization_config"] = _renumbered(part["quantization_config"], source, plan)
+    return config
+
+
+def _renumbered(value: Any, source: SourceModel, plan: Plan) -> Any:
+    """`value` with every module name of an expert in a list renumbered, or left out if dropped."""
+    if isinstance(value, dict):
+        return {key: _renumbered(entry, source, plan) for key, entry in value.items()}
+    if not isinstance(value, list):
+        return value
+    kept = {layer.layer: layer.kept for layer in plan.layers}
+    out = []
+    for entry in value:
+        if isinstance(entry, str) and entry.startswith("re:"):
+            if re.search(r"experts\\?\.\(?\d", entry):
+                raise CheckpointError(
+                    f"quantization_config names experts by a pattern with numbers, {entry}: it "
+                    "cannot be renumbered.",
+                    "export without --format hf",
+                )
+        # The name of a module, to which a tensor's would add its own.
+        elif isinstance(entry, str) and (m := source.family.source_expert.fullmatch(f"{entry}.")):
+            ids = kept.get(int(m["layer"]), ())
+            if int(m["expert"]) not in ids:
+                continue
+            entry = f"{m['head']}{ids.index(int(m['expert']))}{m['tail']}".removesuffix(".")
+        out.append(_renumbered(entry, source, plan))
+    return out
+
+
+def _origin(plan: Plan, spec: ModelSpec, plan_file: Path) -> dict[str, Any]:
+    """reap.json: the keys of an MLX export's config["reap"], and which expert became which."""
+    return {
+        "version": plan.provenance.reap_version,
+        "layout": "hf",
+        "source": spec.model,
+        "source_revision": spec.revision,
+        "source_num_experts": spec.num_experts,
+        "source_config_sha256": spec.config_sha256,
+        "plan_sha256": sha256(plan_file),
+        "kept": {str(layer.layer): list(layer.kept) for layer in plan.layers},
+    }
+
+
+# Files
+
+
+def _write_shards(
+    directory: Path, checkpoint: Checkpoint, pieces: Sequence[Piece], progress: Progress
+) -> None:
+    shards = list(_shards(checkpoint, pieces))
+    weight_map: dict[str, str] = {}
+    total = done = 0
+    for number, shard in enumerate(shards, start=1):
+        progress(f"writing shard {number} of {len(shards)}", done, len(pieces))
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        total += _write_shard(directory / file, checkpoint, shard)
+        weight_map |= dict.fromkeys((piece.name for piece in shard), file)
+        done += len(shard)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
+
+def _shards(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """`pieces` in their order, as many at a time as fit into SHARD_BYTES."""
+    shard: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        nbytes = piece.nbytes(checkpoint.tensors[piece.source])
+        if shard and size + nbytes > SHARD_BYTES:
+            yield shard
+            shard, size = [], 0
+        shard.append(piece)
+        size += nbytes
+    if shard:
+        yield shard
+
+
+def _write_shard(path: Path, checkpoint: Checkpoint, shard: Sequence[Piece]) -> int:
+    """One safetensors file, copied in chunks; the bytes of its tensors.
+
+    Wide types come first, as the reference writer has it, so that every tensor is aligned.
+    """
+    tensors = checkpoint.tensors
+
+    def width(piece: Piece) -> int:
+        info = tensors[piece.source]
+        return info.nbytes // max(1, math.prod(info.shape))
+
+    ordered = sorted(shard, key=width, reverse=True)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for piece in ordered:
+        info = tensors[piece.source]
+        start, end = end, end + piece.nbytes(info)
+        header[piece.name] = {
+            "dtype": info.dtype,
+            "shape": list(piece.shape(info)),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for piece in ordered:
+            info = tensors[piece.source]
+            for chunk in _chunks(checkpoint.path / info.file, piece.ranges(info)):
+                out.write(chunk)
+    return end
+
+
+def _chunks(path: Path, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+    with open(path, "rb") as stream:
+        for offset, size in ranges:
+            stream.seek(offset)
+            for start in range(0, size, _CHUNK):
+                yield stream.read(min(_CHUNK, size - start))
+
+
+# Checks after the writing
+
+
+def _verify(directory: Path, source: SourceModel, plan: Plan, pieces: Sequence[Piece]) -> None:
+    """Re-read an export: the tensors are the pieces, byte for byte; routers agree with what
+    mlx-lm makes of the source; a forward pass over a few tokens is finite."""
+    checkpoint = open_checkpoint(str(directory))
+    wanted = {piece.name for piece in pieces}
+    if missing := sorted(wanted - set(checkpoint.tensors)):
+        raise CheckpointError(f"{missing[0]} was not written.")
+    if extra := sorted(set(checkpoint.tensors) - wanted):
+        raise CheckpointError(f"{extra[0]} was written, but belongs to nothing.")
+    for piece in pieces:
+        info, original = checkpoint.tensors[piece.name], source.checkpoint.tensors[piece.source]
+        same = info.dtype == original.dtype and info.shape == piece.shape(original)
+        ours = _chunks(checkpoint.path / info.file, [(info.offset, info.nbytes)])
+        theirs = _chunks(source.checkpoint.path / original.file, piece.ranges(original))
+        if not same or not _same_bytes(ours, theirs):
+            raise CheckpointError(f"{piece.name} differs from the source's {piece.source}.")
+    written = SourceModel(checkpoint)
+    for layer in plan.layers:
+        found = written.layer_weights(layer.layer)
+        expected = source.layer_weights(layer.layer, layer.kept)
+        for name in source.family.router:
+            if not mx.array_equal(found[name], expected[name]).item():
+                raise CheckpointError(f"layer {layer.layer}: {name} is not in the plan's order.")
+    _check_forward(written)
+
+
+def _same_bytes(ours: Iterator[bytes], theirs: Iterator[bytes]) -> bool:
+    """Whether two streams are equal, however they are cut into chunks."""
+    left = right = b""
+    while True:
+        left = left or next(ours, b"")
+        right = right or next(theirs, b"")
+        size = min(len(left), len(right))
+        if size == 0 or left[:size] != right[:size]:
+            return not left and not right
+        left, right = left[size:], right[size:]
