@@ -7,7 +7,7 @@ all. Raises ReapError throughout.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +89,8 @@ def calibrate(
         ranks.gather()  # it is written
         remove(own)
     finally:
-        for folder in [partial, *made]:  # a run that did nothing leaves nothing
+        emptied = [partial, directory.path] if ranks.rank else [partial]
+        for folder in [*emptied, *made]:  # a run that did nothing leaves nothing
             with suppress(OSError):
                 folder.rmdir()
     return saliency
@@ -115,12 +116,14 @@ def estimate(
 
 
 def merge(files: Sequence[Path], out: Path, *, force: bool = False) -> Saliency:
-    """The sum of saliency files of one model."""
+    """The sum of saliency files of one model, the same in whatever order they are given."""
     check_output(out, force)
-    parts = [Saliency.load(file) for file in files]
+    loaded = {file: Saliency.load(file) for file in files}
     inputs = {str(file): sha256(file) for file in files}
     if len(set(inputs.values())) < len(files):
         raise ReapError("the same file is given twice: its text would count twice.")
+    _refuse_shared_text(loaded)
+    parts = [loaded[file] for file in sorted(loaded, key=lambda file: inputs[str(file)])]
     corpora = sorted(
         (corpus for part in parts for corpus in part.provenance.corpora),
         key=lambda corpus: (corpus.domain, corpus.sha256, corpus.tokens),
@@ -131,6 +134,20 @@ def merge(files: Sequence[Path], out: Path, *, force: bool = False) -> Saliency:
         total = total.merged(part, provenance=provenance)
     total.save(out, force=force)
     return total
+
+
+def _refuse_shared_text(runs: Mapping[Path, Saliency]) -> None:
+    """Raise ReapError if two of the runs were calibrated on the same text."""
+    seen: dict[str, Path] = {}
+    for file, run in runs.items():
+        for corpus in run.provenance.corpora:
+            if corpus.sha256 in seen:
+                raise ReapError(
+                    f"{seen[corpus.sha256]} and {file} were both calibrated on {corpus.source} "
+                    f"(domain {corpus.domain}): it would count twice.",
+                    "leave one of them out, or calibrate them on different texts",
+                )
+        seen |= {corpus.sha256: file for corpus in run.provenance.corpora}
 
 
 def plan(

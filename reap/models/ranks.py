@@ -177,9 +177,12 @@ def join() -> Ranks:
     import mlx.core as mx
 
     try:
-        return Ranks(mx.distributed.init(strict=True))
+        ranks = Ranks(mx.distributed.init(strict=True))
+        if ranks.size == 1:  # several that do not know of each other would write the same files
+            raise RuntimeError("this process found no other")
     except RuntimeError as error:
         raise ReapError(
             f"the ranks could not be connected: {error}.",
             "check mlx.launch's --hosts, --hostfile and --backend",
         ) from None
+    return ranks
