@@ -122,7 +122,6 @@ def merge(files: Sequence[Path], out: Path, *, force: bool = False) -> Saliency:
     inputs = {str(file): sha256(file) for file in files}
     if len(set(inputs.values())) < len(files):
         raise ReapError("the same file is given twice: its text would count twice.")
-    _refuse_shared_text(loaded)
     parts = [loaded[file] for file in sorted(loaded, key=lambda file: inputs[str(file)])]
     corpora = sorted(
         (corpus for part in parts for corpus in part.provenance.corpora),
@@ -132,6 +131,7 @@ def merge(files: Sequence[Path], out: Path, *, force: bool = False) -> Saliency:
     total = replace(parts[0], provenance=provenance)
     for part in parts[1:]:
         total = total.merged(part, provenance=provenance)
+    _refuse_shared_text(loaded)  # if they are of one model
     total.save(out, force=force)
     return total
 
