@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -102,12 +103,9 @@ class Launch:
             _, err = self.process.communicate(timeout=LIMIT)
         finally:
             os.close(self._open)
-        codes = {}
-        for line in err.splitlines():
-            if "Node with rank " in line:
-                words = line.split()
-                rank = int(words[words.index("rank") + 1])
-                codes[rank] = int(words[words.index("code") + 1]) if "code" in words else -15
+        # Two lines may come out as one.
+        ends = re.findall(r"Node with rank (\d) (?:was killed|exited with code (-?\d+))", err)
+        codes = {int(rank): int(code or -15) for rank, code in ends}
         return err, codes
 
 
