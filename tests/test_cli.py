@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
@@ -456,6 +457,35 @@ def test_merge_refuses_what_does_not_add_up(domains: Path, empty: Path) -> None:
     assert "same file is given twice" in run("merge", one, one, "--out", "m").error
     assert "nope does not exist." in run("merge", one, "nope", "--out", "m").error
     assert snapshot(empty) == before
+
+
+def test_merge_refuses_text_that_would_count_twice(domains: Path, empty: Path) -> None:
+    math, both = (domains / name / "saliency.safetensors" for name in ("math", "both"))
+
+    result = run("merge", math, both, "--out", "m")
+
+    assert result.error == (
+        f"{math} and {both} were both calibrated on math (domain math): it would count twice."
+    )
+    assert not list(empty.iterdir())
+
+
+def test_merge_gives_the_same_in_any_order(domains: Path, empty: Path) -> None:
+    one = Saliency.load(domains / "math" / "saliency.safetensors")
+    (corpus,) = one.provenance.corpora
+    for name, factor in {"a": 1.0, "b": 1 / 3, "c": 0.7}.items():
+        sums = {n: getattr(one, n) * factor for n in ("gate", "norm", "gate2_norm2")}
+        corpora = (replace(corpus, sha256=name * 64),)
+        provenance = replace(one.provenance, corpora=corpora)
+        replace(one, provenance=provenance, **sums).save(empty / name)
+    found = []
+    for order in itertools.permutations("abc"):
+        assert run("merge", *order, "--out", "m", "--force").code == 0
+        merged = Saliency.load(Path("m"))
+        replace(merged, provenance=replace(merged.provenance, command="")).save(Path("plain"))
+        found.append(Path("plain").read_bytes())
+        Path("plain").unlink()
+    assert len(set(found)) == 1
 
 
 def test_single_file_can_be_merged_and_says_so(domains: Path, empty: Path) -> None:

@@ -23,12 +23,13 @@ from reap.calibrate.measure import (
 )
 from reap.calibrate.moments import LayerMoments, stacked
 from reap.calibrate.observe import SUMS, LayerSums, first_array
-from reap.calibrate.resume import PartialRun, fingerprint, packed, unpacked
+from reap.calibrate.resume import PartialRun, check_alike, fingerprint, packed, unpacked
 from reap.errors import ReapError
 from reap.models.divergence import kl_divergence, log_probabilities
 from reap.models.hooks import hooked
 from reap.models.lowbit import ROUNDINGS, quantizer
 from reap.models.quantize import Quantizer, requantized_experts
+from reap.models.ranks import Ranks, share
 from reap.models.source import SourceModel
 from reap.models.stream import LayerStream
 from reap.models.tap import ExpertTap
@@ -87,14 +88,17 @@ def calibrate(
     partial: Path | None = None,
     resume: bool = False,
     memory: int | None = None,
+    ranks: Ranks | None = None,
 ) -> Saliency:
     """Run the text through the model and add up what its experts do.
 
     Only one decoder layer's weights are resident at a time. What is between the layers is kept in
     the directory `partial` after each layer, so that a run that was cut off can be taken up again
     (`resume`) and gives the same file; at most `memory` bytes of it are held in memory, too. The
-    caller removes the directory. Raises CalibrationError, before any weight is read where possible.
+    caller removes the directory. With several `ranks` each takes some of the batches, and all get
+    the sums over all. Raises CalibrationError, before any weight is read where possible.
     """
+    ranks = ranks or Ranks()
     check_length(settings.sequence_length, source.tokens_per_call)
     tokenizer = load_tokenizer(source.checkpoint.path, trust_remote_code=trust_remote_code)
     spec = source.spec()
@@ -113,13 +117,14 @@ def calibrate(
         _probe_parts(parts, settings.probe_tokens, len(texts)),
         tokens_per_batch=tokens_per_batch,
     )
+    known = fingerprint(source, read, parts, settings.to_json())
+    check_alike(source, known, ranks)
     kept = None
     if partial is not None:
-        kept = PartialRun(partial, memory=memory)
-        known = fingerprint(source, read, parts, settings.to_json())
+        kept = PartialRun(partial, memory=memory, ranks=ranks)
         kept.begin(known, command, resume=resume)
         command = kept.command
-    run = _Run(source, spec, made, probes, read, settings, formats, progress, kept)
+    run = _Run(source, spec, made, probes, read, settings, formats, progress, kept, ranks)
     try:
         sums = run.layers()
     finally:
@@ -177,7 +182,10 @@ def _probe_parts(parts: Sequence[TokenSequence], tokens: int, domains: int) -> l
 
 
 class _Run:
-    """One pass over the layers: `batches` are observed, `probes` are measured on."""
+    """One pass over the layers: `batches` are observed, `probes` are measured on.
+
+    Each rank takes its share of either.
+    """
 
     def __init__(
         self,
@@ -190,11 +198,14 @@ class _Run:
         formats: tuple[Format, ...],
         progress: Progress,
         kept: PartialRun | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.source = source
         self.kept = kept
-        self.batches = made
-        self.probes = probes
+        self.ranks = ranks or Ranks()
+        self.batches = _own(made, self.ranks)
+        self.probes = _own(probes, self.ranks)
+        self.measures = bool(probes)
         self.domains = len(texts)
         self.formats = formats
         self.progress = progress
@@ -247,6 +258,7 @@ class _Run:
                         stream.step_forks(position)
                     done += int(batch.lengths.sum())
                 if layer is not None:
+                    layer.add_up()
                     sums.append(layer.sums)
                     self.moments.append(layer.moments.found())
                     passed = (index + 1) * work // count
@@ -276,7 +288,7 @@ class _Run:
         """Make a finished layer one that a later run need not do again."""
         if self.kept is None:
             return
-        measured = self.measured[-1:] if layer is not None and layer.inputs else []
+        measured = self.measured[-1:] if self.measures else []
         results = None
         if layer is not None:
             results = packed(layer.sums, *measured) | self.moments[-1].to_arrays()
@@ -284,19 +296,21 @@ class _Run:
 
     def _compare(self, stream: LayerStream, forked: frozenset[int]) -> None:
         """Mean KL per token of every variant, over all probes."""
-        tokens = 0
+        if not self.sensitivity:
+            return
+        keys = [(index, kind) for index in self.source.moe_layers for kind in self.variants]
+        tokens, sums = 0, np.zeros(len(keys))
         for position in sorted(forked):
             batch = self.probes[position - len(self.batches)]
             mask = mx.array(batch.mask)
             tokens += int(batch.lengths.sum())
             exact = log_probabilities(stream.finish(position))
-            for index in self.source.moe_layers:
-                for kind in self.variants:
-                    changed = log_probabilities(stream.fork_logits(position, (index, kind)))
-                    divergence: Any = mx.where(mask, kl_divergence(exact, changed), 0).sum().item()
-                    key = (index, kind)
-                    self.kl[key] = self.kl.get(key, 0.0) + float(divergence)
-        self.kl = {key: total / tokens for key, total in self.kl.items()}
+            for which, key in enumerate(keys):
+                changed = log_probabilities(stream.fork_logits(position, key))
+                divergence: Any = mx.where(mask, kl_divergence(exact, changed), 0).sum().item()
+                sums[which] += float(divergence)
+        total = self.ranks.total({"tokens": np.array(tokens), "sums": sums})
+        self.kl = dict(zip(keys, total["sums"] / total["tokens"]))
 
     def measurement(self) -> Measurement | None:
         """What was measured, stacked over layers; None if nothing was."""
@@ -318,6 +332,12 @@ class _Run:
             drop_kl=np.array([self.kl[index, "drop"] for index in layers]),
             low_kl=np.array([self.kl[index, "low"] for index in layers if self.formats]),
         )
+
+
+def _own(made: Sequence[Batch], ranks: Ranks) -> list[Batch]:
+    """This rank's share of the batches."""
+    shares = share([batch.tokens.size for batch in made], ranks.size)
+    return [made[position] for position in shares[ranks.rank]]
 
 
 class _Layer:
@@ -363,6 +383,11 @@ class _Layer:
         with hooked(self.run.source.block(self.index), block_call):
             stream.step(position)
 
+    def add_up(self) -> None:
+        """When all batches have been observed: take in what the other ranks have."""
+        self.sums.add_up(self.run.ranks)
+        self.moments.add_up(self.run.ranks)
+
     def low_bank(self, format: Format) -> nn.Module:
         """This layer's experts stored in `format`, when all batches have been observed."""
 
@@ -382,7 +407,7 @@ class _Layer:
     def measure(self, stream: LayerStream, forked: frozenset[int]) -> None:
         """Measure this layer on the probes, and start its two variants."""
         run = self.run
-        if not self.inputs:
+        if not run.measures:
             return
         measured = measure_layer(
             run.source,
@@ -392,7 +417,7 @@ class _Layer:
             grid=run.grid,
             formats=run.formats,
             low_bank=self.low_bank,
-        )
+        ).total(run.ranks)
         run.measured.append(measured)
         if not forked:
             return

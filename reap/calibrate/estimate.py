@@ -11,10 +11,12 @@ import mlx.core as mx
 from reap.calibrate.calibrate import CalibrationSettings, _Layer, _probe_parts, _Run, _usable
 from reap.calibrate.observe import first_array
 from reap.models.families import text_config
+from reap.models.ranks import share
 from reap.models.source import SourceModel
 from reap.models.states import States, state_bytes
 from reap.models.stream import LayerStream
 from reap.models.text import (
+    Batch,
     Text,
     batches,
     check_length,
@@ -29,9 +31,9 @@ _PROCESS = 400_000_000  # interpreter and libraries
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes and seconds of a whole run. `scratch_bytes`: states between layers, all on disk;
-    `seconds_per_token` of one layer, `read_rate` in bytes per second (high if the files lie in the
-    system's cache)."""
+    """Bytes and seconds of a whole run, on each rank. `scratch_bytes`: states between layers, all
+    on disk; `seconds_per_token` of one layer, `read_rate` in bytes per second (high if the files
+    lie in the system's cache)."""
 
     layers: int
     tokens: int
@@ -51,8 +53,12 @@ def estimate(
     *,
     trust_remote_code: bool = False,
     memory: int | None = None,
+    ranks: int = 1,
 ) -> Estimate:
-    """Run the first layer with experts on a few tokens, and reckon. Raises as `calibrate` does."""
+    """Run the first layer with experts on a few tokens, and reckon.
+
+    With several `ranks` for the one that has most to do. Raises as `calibrate` does.
+    """
     check_length(settings.sequence_length, source.tokens_per_call)
     tokenizer = load_tokenizer(source.checkpoint.path, trust_remote_code=trust_remote_code)
     spec = source.spec()
@@ -112,8 +118,13 @@ def estimate(
     read = sum(source.checkpoint.tensors[name].nbytes for name in names)
     rate = source.layer_bytes(index) / loading
     per_token = min(seconds) / size
-    tokens = sum(len(part.tokens) for part in parts)
-    probed = sum(len(part.tokens) for part in probes)
+    tokens, probed = (
+        _largest_share(
+            batches(some, tokens_per_batch=min(settings.batch_tokens, source.tokens_per_call)),
+            ranks,
+        )
+        for some in (parts, probes)
+    )
     layers, experts = len(source.layers), len(source.moe_layers)
     kinds = len(run.variants) if run.sensitivity else 0
     # A variant of layer i goes through all layers after it.
@@ -136,3 +147,10 @@ def estimate(
         seconds_per_token=per_token,
         read_rate=rate,
     )
+
+
+def _largest_share(made: Sequence[Batch], ranks: int) -> int:
+    """Tokens of the rank that has most."""
+    tokens = [int(batch.lengths.sum()) for batch in made]
+    shares = share([batch.tokens.size for batch in made], ranks)
+    return max(sum(tokens[position] for position in items) for items in shares)

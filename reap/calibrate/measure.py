@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +20,7 @@ from reap.artifacts import Format
 from reap.calibrate.observe import energy_by_position
 from reap.errors import CalibrationError
 from reap.models.hooks import hooked, submodule
+from reap.models.ranks import Ranks
 from reap.models.source import SourceModel
 from reap.models.tap import ExpertTap
 
@@ -45,6 +46,14 @@ class LayerMeasurement:
     drop_error: np.ndarray
     low_error: np.ndarray
     low_expert_error: np.ndarray
+
+    def total(self, ranks: Ranks) -> LayerMeasurement:
+        """The sums of all ranks, which have the same order."""
+        sums = {name: np.asarray(value) for name, value in vars(self).items() if name != "order"}
+        total: dict[str, Any] = dict(ranks.total(sums))
+        total["tokens"] = int(total["tokens"])
+        total["output_energy"] = float(total["output_energy"])
+        return replace(self, **total)
 
 
 def kept_grid(num_experts: int, min_experts: int, n_group: int) -> np.ndarray:

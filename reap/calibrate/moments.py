@@ -17,6 +17,7 @@ import numpy as np
 from reap.artifacts import SecondMoments
 from reap.errors import CalibrationError
 from reap.models.hooks import hooked
+from reap.models.ranks import Ranks
 
 
 class LayerMoments:
@@ -92,6 +93,18 @@ class LayerMoments:
             rows={name: np.array(rows, np.int64) for name, rows in self.rows.items()},
             products={n: self.product(n) for n in self.sums} if self.with_products else {},
         )
+
+    def add_up(self, ranks: Ranks) -> None:
+        """Make these the sums of all ranks, one of which may have seen nothing."""
+        if ranks.size == 1:
+            return
+        total = SecondMoments.from_arrays(ranks.total(self.found().to_arrays()))
+        assert total is not None  # some rank has seen something
+        # Projections in the order they ran in, which shared products are named by.
+        self.sums = {name: total.sums[name] for name in (*total.products, *total.sums)}
+        self.rows = {name: int(rows) for name, rows in total.rows.items()}
+        self._products = total.products
+        self._first = {name: name for name in self._projections}
 
     def _add(self, name: str, sums: np.ndarray, count: int) -> None:
         self.sums[name] = self.sums.get(name, 0.0) + sums

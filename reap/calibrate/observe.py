@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from reap.errors import CalibrationError
+from reap.models.ranks import Ranks
 from reap.models.text import Batch
 
 SUMS = ("gate", "norm", "gate_norm", "gate2_norm2", "norm2")
@@ -63,6 +64,13 @@ class LayerSums:
                 "its weights are damaged or its activations overflow; check the checkpoint",
             )
         getattr(self, name)[batch.half, batch.domain] += energy
+
+    def add_up(self, ranks: Ranks) -> None:
+        """Make these the sums of all ranks."""
+        names = ("count", "max_norm", "tokens", "residual_energy", "output_energy")
+        mine = {name: getattr(self, name) for name in names} | self.sums
+        for name, total in ranks.total(mine, greatest=("max_norm",)).items():
+            mine[name][...] = total
 
 
 def energy_by_position(hidden: mx.array) -> np.ndarray:

@@ -3,6 +3,11 @@
 `calibration.partial/` holds the states between layers, one file of sums and measurements per
 finished layer, and `progress.json`, written last and renamed into place: whatever moment the
 process ends at, it names only files that are complete.
+
+Of several ranks each has a directory of its own below that one, `rank-0-of-2/`, with the states of
+its batches and the sums of all. When they are ended, some may have finished a layer more than
+others: `progress.json` names what was there one layer before, too, and nothing of it is removed
+before all have finished the layer.
 """
 
 from __future__ import annotations
@@ -11,7 +16,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +28,7 @@ from safetensors.numpy import load, save
 
 from reap import __version__
 from reap.errors import ReapError
+from reap.models.ranks import Ranks
 from reap.models.source import SourceModel
 from reap.models.states import StateStore
 from reap.models.text import TextSet, TokenSequence
@@ -36,11 +43,10 @@ def fingerprint(
     settings: dict[str, Any],
 ) -> dict[str, Any]:
     """Everything that the result depends on, by the name that a person knows it by."""
-    checkpoint = source.checkpoint
     files = {}
-    for file in sorted({tensor.file for tensor in checkpoint.tensors.values()}):
-        status = (checkpoint.path / file).stat()
-        files[file] = [status.st_size, status.st_mtime_ns]
+    for path in _weight_files(source):
+        status = path.stat()
+        files[path.name] = [status.st_size, status.st_mtime_ns]
     tokens = hashlib.sha256()
     for part in parts:
         tokens.update(np.array([part.domain, part.document, *part.tokens], "<i8").tobytes())
@@ -49,13 +55,61 @@ def fingerprint(
         "reap's code": _code(),
         "mlx's version": version("mlx"),
         "the device": str(mx.default_device().type),
-        "the model's config.json": checkpoint.config_sha256,
-        "the model's weights": hashlib.sha256(json.dumps(files).encode()).hexdigest(),
+        "the model's config.json": source.checkpoint.config_sha256,
+        _WEIGHTS: hashlib.sha256(json.dumps(files).encode()).hexdigest(),
         "the texts": [text.source for text in texts],
     }
     found |= {f"the text of {text.source}": text.sha256 for text in texts}
     found |= {f"the setting {name}": value for name, value in settings.items()}
-    return json.loads(json.dumps(found | {"the tokens": tokens.hexdigest()}))
+    return json.loads(json.dumps(found | {_TOKENS: tokens.hexdigest()}))
+
+
+_WEIGHTS = "the model's weights"
+_TOKENS = "the tokens"
+
+
+def _weight_files(source: SourceModel) -> list[Path]:
+    files = sorted({tensor.file for tensor in source.checkpoint.tensors.values()})
+    return [source.checkpoint.path / file for file in files]
+
+
+def check_alike(source: SourceModel, known: dict[str, Any], ranks: Ranks) -> None:
+    """Raise ReapError if the ranks have not the same model, text, settings and versions.
+
+    Times differ between machines and whole files take too long to read: of the weights, sizes and
+    samples are compared.
+    """
+    if ranks.size == 1:
+        return
+    mine = known | {_WEIGHTS: _sampled(_weight_files(source))}
+    first, *others = map(json.loads, ranks.gather(json.dumps(mine).encode()))
+    for rank, theirs in enumerate(others, 1):
+        if names := _changed(first, theirs):
+            raise ReapError(
+                f"rank {rank} differs from rank 0 in {', '.join(names)}.",
+                "give all machines the same files and the same versions",
+            )
+
+
+def _sampled(files: Sequence[Path], spots: int = 32, length: int = 4096) -> str:
+    """sha256 of the files' names, sizes, and `spots` pieces of each."""
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with open(path, "rb", buffering=0) as file:
+            for spot in range(spots):
+                file.seek(max(0, size - length) * spot // (spots - 1))
+                digest.update(file.read(length))
+    return digest.hexdigest()
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    names = [*now, *(name for name in before if name not in now)]
+    changed = [name for name in names if before.get(name) != now.get(name)]
+    if len(changed) > 1:  # the tokens differ because of something else
+        changed = [name for name in changed if name != _TOKENS]
+    return changed
 
 
 def _code() -> str:
@@ -69,15 +123,21 @@ def _code() -> str:
 
 
 class PartialRun:
-    """The directory of one unfinished calibration."""
+    """What one rank keeps of an unfinished calibration."""
 
-    def __init__(self, directory: Path, *, memory: int | None = None) -> None:
-        self.directory = directory
-        self.states = StateStore(directory, memory)
+    def __init__(
+        self, directory: Path, *, memory: int | None = None, ranks: Ranks | None = None
+    ) -> None:
+        """directory: of all ranks."""
+        self.ranks = ranks or Ranks()
+        self._shared = directory
+        self.directory = own_directory(directory, self.ranks)
+        self.states = StateStore(self.directory, memory)
         self.layers_done = 0
         self.command = ""
         self._fingerprint: dict[str, Any] = {}
         self._results: dict[str, str] = {}  # layer → its file
+        self._before: dict[str, Any] | None = None  # what was written last
 
     @property
     def _progress(self) -> Path:
@@ -89,11 +149,14 @@ class PartialRun:
         Raises ReapError if it is of another run, naming what differs, or must not be taken up.
         """
         self._fingerprint, self.command = fingerprint, command
-        if resume and self._progress.exists():
-            self._take_up(fingerprint)
-            return
-        if self._progress.exists():
+        _check_size(self._shared, self.ranks)
+        if self._progress.exists() and not resume:
             raise unfinished(self.directory)
+        found = self._read(fingerprint) if self._progress.exists() else None
+        layers = self._agreed(0 if found is None else found["layers_done"])
+        if found is not None:
+            self._take_up(found, layers)
+            return
         remove(self.directory)
         try:
             self._write()
@@ -101,26 +164,48 @@ class PartialRun:
             remove(self.directory)
             raise
 
-    def _take_up(self, fingerprint: dict[str, Any]) -> None:
-        try:
+    def _read(self, fingerprint: dict[str, Any]) -> dict[str, Any]:
+        with self._damage():
             kept = json.loads(self._progress.read_text(encoding="utf-8"))
             if (kept.get("format"), kept.get("format_version")) != (FORMAT, VERSION):
                 raise ReapError(f"{self._progress} was written by another version of reap.", _ANEW)
             before = kept["fingerprint"]
-            names = [*fingerprint, *(name for name in before if name not in fingerprint)]
-            changed = [name for name in names if before.get(name) != fingerprint.get(name)]
-            if len(changed) > 1:  # the tokens differ because of something else
-                changed = [name for name in changed if name != "the tokens"]
-            if changed:
+            if changed := _changed(before, fingerprint):
                 what = ", ".join(_difference(n, before.get(n), fingerprint.get(n)) for n in changed)
                 raise ReapError(f"{self.directory} is of another run: {what}.", _ANEW)
-            self.states.restore(kept["states"])
-            self._results = kept["results"]
-            self.layers_done = kept["layers_done"]
+            int(kept["layers_done"])
+            return dict(kept)
+
+    def _agreed(self, layers: int) -> int:
+        """How many layers all ranks have done. A rank is at most one ahead of another."""
+        done = [int(message) for message in self.ranks.gather(str(layers).encode())]
+        if max(done) > min(done) + 1:
+            each = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(done))
+            raise ReapError(
+                f"what the ranks have kept does not fit together: layers done are {each}.",
+                f"give the machines the order they had, or {_ANEW}",
+            )
+        return min(done)
+
+    def _take_up(self, kept: dict[str, Any], layers: int) -> None:
+        with self._damage():
+            ahead = kept["layers_done"] != layers
+            taken = kept["before"] if ahead else kept
+            self._before = {name: taken[name] for name in ("layers_done", "results", "states")}
+            self.states.restore(taken["states"])
+            self._results = dict(taken["results"])
+            self.layers_done = taken["layers_done"]
             self.command = kept["command"]
+        if ahead:  # before a file that the later state names is written again
+            self._write()
+        self._clean()
+
+    @contextmanager
+    def _damage(self) -> Iterator[None]:
+        try:
+            yield
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ReapError(f"{self._progress} is damaged: {error!r}.", _ANEW) from None
-        self._clean()
 
     def results(self) -> dict[int, dict[str, np.ndarray]]:
         """What was saved for each finished layer that had results."""
@@ -140,19 +225,26 @@ class PartialRun:
             self._results[str(layer)] = file
         self.layers_done = layer + 1
         self._write()
+        self.ranks.gather()
         self._clean()
 
     def _write(self) -> None:
+        state = {
+            "layers_done": self.layers_done,
+            "results": dict(self._results),
+            "states": self.states.commit(),
+        }
         data = {
             "format": FORMAT,
             "format_version": VERSION,
             "command": self.command,
-            "layers_done": self.layers_done,
             "fingerprint": self._fingerprint,
-            "results": self._results,
-            "states": self.states.commit(),
+            **state,
         }
+        if self.ranks.size > 1:
+            data["before"] = self._before
         self._replace(self._progress, json.dumps(data).encode())
+        self._before = state
 
     def _replace(self, path: Path, content: bytes) -> None:
         partial = path.with_name(path.name + ".partial")
@@ -204,14 +296,38 @@ def unfinished(directory: Path) -> ReapError:
     )
 
 
+_RANKS = "rank-*-of-*"
+
+
+def own_directory(directory: Path, ranks: Ranks) -> Path:
+    """Where this rank keeps what it has; `directory` itself if there is no other."""
+    return directory if ranks.size == 1 else directory / f"rank-{ranks.rank}-of-{ranks.size}"
+
+
+def _check_size(directory: Path, ranks: Ranks) -> None:
+    """Raise ReapError if what is kept in `directory` is of another number of ranks."""
+    sizes = {int(part.name.rpartition("-")[2]) for part in directory.glob(_RANKS)}
+    sizes |= {1} if (directory / "progress.json").exists() else set()
+    if other := sizes - {ranks.size}:
+        raise ReapError(
+            f"{directory} is of another run: the number of ranks was {min(other)} and is "
+            f"{ranks.size}.",
+            _ANEW,
+        )
+
+
 def remove(directory: Path) -> None:
     """Raises ReapError for a directory that is not of a calibration."""
     if not directory.exists():
         return
+    parts = list(directory.glob(_RANKS))
     if any(
-        file.suffix not in (".safetensors", ".json", ".partial") for file in directory.iterdir()
+        file.suffix not in (".safetensors", ".json", ".partial") and file not in parts
+        for file in directory.iterdir()
     ):
         raise ReapError(f"{directory} holds files that are not of a calibration.", "remove them")
+    for part in parts:
+        remove(part)
     (directory / "progress.json").unlink(missing_ok=True)  # first: what it names goes next
     shutil.rmtree(directory)
 

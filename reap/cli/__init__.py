@@ -28,9 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         app(args=list(given), prog_name="reap")
     except ReapError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        if error.hint:
-            print(f"\nhint: {error.hint}", file=sys.stderr)
+        print_error(error)
         return 1
     except KeyboardInterrupt:
         code = INTERRUPTED
@@ -42,6 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code == INTERRUPTED:
         print("\nerror: interrupted", file=sys.stderr)
     return code if isinstance(code, int) else int(bool(code))
+
+
+def print_error(error: ReapError) -> None:
+    """One line on stderr, and how to put it right."""
+    print(f"error: {error.message}", file=sys.stderr)
+    if error.hint:
+        print(f"\nhint: {error.hint}", file=sys.stderr)
+    sys.stderr.flush()
 
 
 def command_line(without: Sequence[str] = ()) -> str:

@@ -8,6 +8,7 @@ import typer
 
 from reap import __version__
 from reap.cli import calibrate, demo, evaluate, export, inspect, merge, plan, recipe, report
+from reap.errors import ReapError
 
 app = typer.Typer(
     help="Prune and mixed-precision quantize Mixture-of-Experts models until they fit.",
@@ -27,11 +28,18 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _main(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    from reap.models.ranks import launched
+
+    if context.invoked_subcommand != "calibrate" and launched():
+        raise ReapError(
+            f"`reap {context.invoked_subcommand}` cannot run on several machines or processes.",
+            "run it without mlx.launch; of all commands only `reap calibrate` can be launched so",
+        )
 
 
 app.command("demo")(demo.demo)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Annotated, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
 from reap.artifacts.plan import Rounding
 from reap.cli.options import Documents, Force, Json, NewRun, SequenceLength, Texts, Tokens, Trust
+
+if TYPE_CHECKING:
+    from reap.artifacts import Saliency
+    from reap.calibrate.estimate import Estimate
 
 
 def calibrate(
@@ -69,53 +74,75 @@ def calibrate(
 ) -> None:
     """Measure on text what a model's experts do."""
     from reap.calibrate import CalibrationSettings
-    from reap.cli import show, stages
-    from reap.cli.output import print_json, say
+    from reap.cli import print_error, stages
     from reap.cli.rundir import RunDirectory
-    from reap.planning.size import format_size, parse_size
+    from reap.models.ranks import join
+    from reap.planning.size import parse_size
 
-    limit = None if memory is None else parse_size(memory)
-    directory = RunDirectory.for_model(model, run)
-    settings = CalibrationSettings(
-        tokens=tokens,
-        sequence_length=sequence_length,
-        documents=documents,
-        batch_tokens=batch_tokens,
-        probe_tokens=probe_tokens,
-        low_formats=tuple(map(stages.parse_format, low or ())),
-        low_rounding=low_rounding,
-        sensitivity=sensitivity,
-    )
-    if dry_run:
-        found = stages.estimate(
-            model, calibration or (), settings, trust=trust_remote_code, memory=limit
+    ranks = join()
+    with ranks.together(print_error):
+        limit = None if memory is None else parse_size(memory)
+        directory = RunDirectory.for_model(model, run)
+        settings = CalibrationSettings(
+            tokens=tokens,
+            sequence_length=sequence_length,
+            documents=documents,
+            batch_tokens=batch_tokens,
+            probe_tokens=probe_tokens,
+            low_formats=tuple(map(stages.parse_format, low or ())),
+            low_rounding=low_rounding,
+            sensitivity=sensitivity,
         )
-        if json:
-            print_json(asdict(found))
-        say(
-            f"{found.layers} layers, {found.tokens:,} tokens and {found.probe_tokens:,} to measure "
-            f"on\nto read: {format_size(found.read_bytes)} at {format_size(round(found.read_rate))}"
-            f"/s as measured (more than the disk gives if the files are cached)\n"
-            f"peak memory: about {format_size(found.peak_bytes)}\n"
-            f"scratch on disk: about {format_size(found.scratch_bytes)}\n"
-            f"time: about {timedelta(seconds=round(found.seconds))}, from one layer on a few tokens"
+        texts = calibration or ()
+        if dry_run and ranks.rank == 0:
+            found = stages.estimate(
+                model, texts, settings, trust=trust_remote_code, memory=limit, ranks=ranks.size
+            )
+            _print_estimate(found, json=json, ranks=ranks.size)
+        if dry_run:
+            return
+        saliency = stages.calibrate(
+            model,
+            texts,
+            settings,
+            directory,
+            trust=trust_remote_code,
+            force=force,
+            resume=resume,
+            memory=limit,
+            ranks=ranks,
         )
-        return
-    saliency = stages.calibrate(
-        model,
-        calibration or (),
-        settings,
-        directory,
-        trust=trust_remote_code,
-        force=force,
-        resume=resume,
-        memory=limit,
+        if ranks.rank == 0:
+            _print_summary(saliency, directory.saliency, json=json)
+
+
+def _print_estimate(found: Estimate, *, json: bool, ranks: int) -> None:
+    from reap.cli.output import print_json, say
+    from reap.planning.size import format_size
+
+    if json:
+        print_json(asdict(found))
+    if ranks > 1:
+        say(f"On each of {ranks} ranks, if each has a machine like this one to itself:")
+    say(
+        f"{found.layers} layers, {found.tokens:,} tokens and {found.probe_tokens:,} to measure "
+        f"on\nto read: {format_size(found.read_bytes)} at {format_size(round(found.read_rate))}"
+        f"/s as measured (more than the disk gives if the files are cached)\n"
+        f"peak memory: about {format_size(found.peak_bytes)}\n"
+        f"scratch on disk: about {format_size(found.scratch_bytes)}\n"
+        f"time: about {timedelta(seconds=round(found.seconds))}, from one layer on a few tokens"
     )
+
+
+def _print_summary(saliency: Saliency, file: Path, *, json: bool) -> None:
+    from reap.cli import show
+    from reap.cli.output import print_json, say
+
     figures = show.saliency_figures(saliency)
     if json:
-        print_json({"saliency": str(directory.saliency)} | figures)
+        print_json({"saliency": str(file)} | figures)
     say(
         f"{sum(figures['domains'].values()):,} tokens; {figures['never_routed']} of "
         f"{saliency.score().size:,} experts were never routed."
     )
-    say(f"Wrote {directory.saliency}")
+    say(f"Wrote {file}")

@@ -7,8 +7,8 @@ all. Raises ReapError throughout.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,12 +20,14 @@ from reap.cli import command_line
 from reap.cli.output import progress_bar, say
 from reap.cli.rundir import RunDirectory
 from reap.errors import ReapError
+from reap.progress import silent
 
 if TYPE_CHECKING:
     from reap.calibrate import CalibrationSettings
     from reap.calibrate.estimate import Estimate
     from reap.evaluate import EvaluationSettings
     from reap.export import ExportResult
+    from reap.models.ranks import Ranks
     from reap.planning import PlanSettings
 
 
@@ -39,28 +41,36 @@ def calibrate(
     force: bool = False,
     resume: bool = False,
     memory: int | None = None,
+    ranks: Ranks | None = None,
 ) -> Saliency:
     """Model and text → the saliency file of a run. `texts`: names or files, all sets if empty.
 
     A run that was cut off leaves `calibration.partial`, which `resume` takes up and
-    `force` removes.
+    `force` removes. Of several `ranks` the first writes the file and shows progress.
     """
     from reap.calibrate import calibrate as measure
-    from reap.calibrate.resume import remove, unfinished
+    from reap.calibrate.resume import own_directory, remove, unfinished
+    from reap.models.ranks import Ranks
     from reap.models.source import open_source
     from reap.models.text import load_texts
 
-    check_output(directory.saliency, force)
+    ranks = ranks or Ranks()
+    if ranks.rank == 0:
+        check_output(directory.saliency, force)
     partial = directory.partial
     if partial.exists() and not resume and not force:
         raise unfinished(partial)
+    own = own_directory(partial, ranks)
+    made = [folder for folder in own.parents if not folder.exists()]
+    ranks.gather()  # all have looked, so the directories may come and go
     loaded = load_texts(texts, split="calibration")
     source = open_source(model, trust_remote_code=trust)
-    if not resume:
-        remove(partial)
-    made = [folder for folder in partial.parents if not folder.exists()]
+    for turn in range(ranks.size):  # they may share a disk
+        if turn == ranks.rank and not resume:
+            remove(partial)
+        ranks.gather()
     try:
-        with progress_bar("tok") as progress:
+        with progress_bar("tok") if ranks.rank == 0 else nullcontext(silent) as progress:
             saliency = measure(
                 source,
                 loaded,
@@ -71,14 +81,18 @@ def calibrate(
                 partial=partial,
                 resume=resume,
                 memory=memory,
+                ranks=ranks,
             )
+        if ranks.rank == 0:
+            saliency.save(directory.saliency, force=force)
+            directory.start(model)
+        ranks.gather()  # it is written
+        remove(own)
     finally:
-        for folder in made:  # a run that did nothing leaves nothing
+        emptied = [partial, directory.path] if ranks.rank else [partial]
+        for folder in [*emptied, *made]:  # a run that did nothing leaves nothing
             with suppress(OSError):
                 folder.rmdir()
-    saliency.save(directory.saliency, force=force)
-    directory.start(model)
-    remove(partial)
     return saliency
 
 
@@ -89,24 +103,26 @@ def estimate(
     *,
     trust: bool = False,
     memory: int | None = None,
+    ranks: int = 1,
 ) -> Estimate:
-    """What `calibrate` would take; writes nothing."""
+    """What `calibrate` would take on each of `ranks`; writes nothing."""
     from reap.calibrate.estimate import estimate as measure
     from reap.models.source import open_source
     from reap.models.text import load_texts
 
     loaded = load_texts(texts, split="calibration")
     source = open_source(model, trust_remote_code=trust)
-    return measure(source, loaded, settings, trust_remote_code=trust, memory=memory)
+    return measure(source, loaded, settings, trust_remote_code=trust, memory=memory, ranks=ranks)
 
 
 def merge(files: Sequence[Path], out: Path, *, force: bool = False) -> Saliency:
-    """The sum of saliency files of one model."""
+    """The sum of saliency files of one model, the same in whatever order they are given."""
     check_output(out, force)
-    parts = [Saliency.load(file) for file in files]
+    loaded = {file: Saliency.load(file) for file in files}
     inputs = {str(file): sha256(file) for file in files}
     if len(set(inputs.values())) < len(files):
         raise ReapError("the same file is given twice: its text would count twice.")
+    parts = [loaded[file] for file in sorted(loaded, key=lambda file: inputs[str(file)])]
     corpora = sorted(
         (corpus for part in parts for corpus in part.provenance.corpora),
         key=lambda corpus: (corpus.domain, corpus.sha256, corpus.tokens),
@@ -115,8 +131,23 @@ def merge(files: Sequence[Path], out: Path, *, force: bool = False) -> Saliency:
     total = replace(parts[0], provenance=provenance)
     for part in parts[1:]:
         total = total.merged(part, provenance=provenance)
+    _refuse_shared_text(loaded)  # if they are of one model
     total.save(out, force=force)
     return total
+
+
+def _refuse_shared_text(runs: Mapping[Path, Saliency]) -> None:
+    """Raise ReapError if two of the runs were calibrated on the same text."""
+    seen: dict[str, Path] = {}
+    for file, run in runs.items():
+        for corpus in run.provenance.corpora:
+            if corpus.sha256 in seen:
+                raise ReapError(
+                    f"{seen[corpus.sha256]} and {file} were both calibrated on {corpus.source} "
+                    f"(domain {corpus.domain}): it would count twice.",
+                    "leave one of them out, or calibrate them on different texts",
+                )
+        seen |= {corpus.sha256: file for corpus in run.provenance.corpora}
 
 
 def plan(
