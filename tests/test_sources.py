@@ -186,7 +186,17 @@ def test_from_source_to_checkpoint(
     calibration = ["--calibration", "math", "--tokens", "100", "--sequence-length", "32"]
     for command in (
         ["calibrate", str(source), "--run", "r", *calibration, "--probe-tokens", "32"],
-        ["plan", "--run", "r", "--size", str(size), "--min-experts", "3"],
+        [
+            "plan",
+            "--run",
+            "r",
+            "--size",
+            str(size),
+            "--min-experts",
+            "3",
+            "--low-rounding",
+            "plain",
+        ],
         ["export", "--run", "r"],
     ):
         assert main(command) == 0, command
