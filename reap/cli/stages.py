@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from reap.calibrate import CalibrationSettings
     from reap.calibrate.estimate import Estimate
     from reap.evaluate import EvaluationSettings
-    from reap.export import ExportResult
+    from reap.export import ExportResult, Outline
     from reap.planning import PlanSettings
 
 
@@ -144,11 +144,23 @@ def plan(
 
 
 def export(
-    model: str, plan: Path, saliency: Path, out: Path, *, trust: bool = False, force: bool = False
+    model: str,
+    plan_file: Path,
+    saliency: Path,
+    out: Path,
+    *,
+    plan: Plan | None = None,
+    trust: bool = False,
+    force: bool = False,
+    resume: bool = False,
 ) -> ExportResult:
-    """Source model, plan file and, if the plan needs it, saliency file → checkpoint directory."""
+    """Source model, plan file and, if the plan needs it, saliency file → checkpoint directory.
+
+    `plan`: what is in `plan_file`, if it is loaded already. An export that was cut off leaves
+    `<out>.partial`, which `resume` takes up and `force` removes.
+    """
     check_output(out, force, directory=True)
-    made = Plan.load(plan)
+    made = plan or Plan.load(plan_file)
 
     from reap.export import export as write
     from reap.models.source import open_source
@@ -161,11 +173,20 @@ def export(
             source,
             made,
             out,
-            plan_file=plan,
+            plan_file=plan_file,
             saliency=saliency,
             force=force,
+            resume=resume,
             progress=progress,
         )
+
+
+def outline(model: str, plan: Plan, saliency: Path, *, trust: bool = False) -> Outline:
+    """What `export` would write; writes nothing."""
+    from reap.export import outline as foresee
+    from reap.models.source import open_source
+
+    return foresee(open_source(model, trust_remote_code=trust), plan, saliency=saliency)
 
 
 def evaluate(

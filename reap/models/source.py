@@ -188,6 +188,18 @@ class SourceModel:
                 weights[name] = mx.contiguous(mx.take(array, take, axis=0))
         return weights
 
+    def experts_apart(self, index: int) -> bool:
+        """Whether a layer's experts are tensors of their own, so that some can be read alone."""
+        return any(self.family.source_expert.fullmatch(name) for name in self._names[index])
+
+    def read_names(self, index: int | None, kept: Sequence[int] | None = None) -> list[str]:
+        """What `layer_weights` reads in the end; of None, `trunk_weights`."""
+        names, experts = self._names[index], set(kept or ())
+        if index is None or kept is None:
+            return list(names)
+        matches = [(name, self.family.source_expert.fullmatch(name)) for name in names]
+        return [name for name, match in matches if not match or int(match["expert"]) in experts]
+
     def _check_experts(self, index: int, names: Sequence[str]) -> None:
         """Whether all experts that are stored apart are there and alike, by the headers."""
         found: dict[tuple[str, str], dict[int, tuple[int, ...]]] = defaultdict(dict)
