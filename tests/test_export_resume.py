@@ -38,7 +38,7 @@ from reap.models.source import open_source
 
 partials = importlib.import_module("reap.export.partial")
 
-KILLS = 5
+KILLS = 4
 REAP = "import sys; from reap.cli import main; sys.exit(main())"
 CASE = ("qwen3_moe", "two-bank")
 
@@ -82,7 +82,7 @@ def stopped(tmp_path: Path) -> Path:
     out = tmp_path / "out"
     with pytest.raises(Stopped):
         write(out, progress=stop_at("writing layer 2 (3 of 4)"))
-    assert shards_done(out) == 2 and not out.exists()
+    assert shards_done(out) == 1 and not out.exists()
     return out
 
 
@@ -105,7 +105,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
 
     for _ in range(KILLS):
         process = start()
-        shard = draw.randint(max(0, shards_done(out)), 5)
+        shard = draw.randint(max(0, shards_done(out)), 3)
         while process.poll() is None and shards_done(out) < shard:
             time.sleep(0.001)
         time.sleep(draw.uniform(0, 0.05))
@@ -121,9 +121,10 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     assert not out.with_name("out.partial").exists()
 
 
-def test_stopped_at_every_step(tmp_path: Path) -> None:
+def test_stopped_at_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, out = files(exports.exported(*CASE).path), tmp_path / "out"
     steps: list[str] = []
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # mlx-lm imports what was written
     write(out, progress=lambda doing, done, total: steps.append(doing))
     assert files(out) == whole
     shutil.rmtree(out)
@@ -291,9 +292,9 @@ def test_a_full_disk_leaves_what_can_be_taken_up(tmp_path: Path) -> None:
 def test_only_what_remains_needs_room(stopped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = exports.exported(*CASE).plan
     made = outline(open_source(str(source())), plan)
-    done = [shard.name for shard in made.shards[:2]]
+    done = [shard.name for shard in made.shards[:1]]
     need = made.need(done)
-    assert need == made.need() - sum(shard.nbytes for shard in made.shards[:2])
+    assert need == made.need() - sum(shard.nbytes for shard in made.shards[:1])
     for free in (need - 1, need):
         usage = type("Usage", (), {"free": free})
         monkeypatch.setattr(shutil, "disk_usage", lambda path, usage=usage: usage)
@@ -315,7 +316,9 @@ def test_a_truncated_source_shard_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"{shard.name} has .* it is truncated"):
         write(tmp_path / "out", source=model)
     plan = exports.exported(*CASE).plan
-    with pytest.raises(ReapError, match=rf"{shard.name}.* truncated"):  # while it is being read
+    with pytest.raises(
+        ReapError, match=rf"{shard.name} cannot be read any more"
+    ):  # while it is being read
         exports.write(opened, plan, tmp_path / "out")  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
 
@@ -445,12 +448,12 @@ def flip(path: Path) -> None:
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "bit flipped": (
-        "model-00002-of-00005.safetensors is changed",
-        lambda p: flip(p / "model-00002-of-00005.safetensors"),
+        "model-00002-of-00003.safetensors is changed",
+        lambda p: flip(p / "model-00002-of-00003.safetensors"),
     ),
     "shard missing": (
-        "model-00003-of-00005.safetensors is missing",
-        lambda p: (p / "model-00003-of-00005.safetensors").unlink(),
+        "model-00003-of-00003.safetensors is missing",
+        lambda p: (p / "model-00003-of-00003.safetensors").unlink(),
     ),
     "config edited": ("config.json is changed", lambda p: flip(p / "config.json")),
     "tokenizer missing": ("tokenizer.json is missing", lambda p: (p / "tokenizer.json").unlink()),
@@ -480,7 +483,7 @@ def test_inspect_lists_the_files(checkpoint: Path, capsys: pytest.CaptureFixture
         assert found.pop("note.txt")["status"] == "extra"
         assert {file["status"] for file in found.values()} == {status}
         assert {n: file["sha256"] for n, file in found.items()} == read_manifest(checkpoint)
-    flip(checkpoint / "model-00001-of-00005.safetensors")
+    flip(checkpoint / "model-00001-of-00003.safetensors")
     assert main(["inspect", str(checkpoint), "--no-verify"]) == 0
 
 

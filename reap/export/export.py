@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from reap.artifacts import LayerPlan, ModelSpec, Plan
-from reap.artifacts.files import recover, refuse_existing, sha256
+from reap.artifacts.files import recover, refuse_existing, remove, sha256
 from reap.artifacts.manifest import MANIFEST, write_manifest
 from reap.artifacts.partial import sync
 from reap.errors import ReapError
@@ -131,6 +131,7 @@ def export(
         except ReapError:
             partial.remove()  # taking it up again would end here again
             raise
+        remove(folder / "__pycache__")  # the check has run reap_model.py
         write_manifest(folder, partial.done | _digests(folder, partial.done))
         partial.finish(out)
     return ExportResult(out, made.nbytes, loaded, tensors)

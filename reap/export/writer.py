@@ -84,24 +84,23 @@ def write_shards(
     Raises CheckpointError for a tensor that is not finite, not as foreseen or not on the disk as it
     was in memory, and OSError.
     """
-    todo = [shard for shard in files if shard.name not in partial.done]
-    pending: tuple[str, Future[str]] | None = None
+    pending: list[tuple[str, Future[str]]] = []
+
+    def commit() -> None:
+        while pending:
+            name, digest = pending.pop()
+            partial.shard_done(name, digest.result())
+
     with ThreadPoolExecutor(1) as worker:
-
-        def commit() -> None:
-            if pending is not None:
-                partial.shard_done(pending[0], pending[1].result())
-
         try:
-            for shard in todo:
-                path = partial.checkpoint / shard.name
-                _write(path, _read(content, shard, progress))
-                commit()
-                pending = shard.name, worker.submit(_settle, path)
-        except BaseException:
+            for shard in files:
+                if shard.name not in partial.done:
+                    path = partial.checkpoint / shard.name
+                    _write(path, _read(content, shard, progress))
+                    commit()
+                    pending.append((shard.name, worker.submit(_settle, path)))
+        finally:
             commit()
-            raise
-        commit()
 
 
 def _read(content: Content, shard: Shard, progress: Progress) -> dict[str, mx.array]:

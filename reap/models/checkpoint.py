@@ -107,7 +107,12 @@ class Checkpoint:
             by_file[self.tensors[name].file].append(name)
         arrays: dict[str, mx.array] = {}
         for file, wanted in by_file.items():
-            shard: Any = mx.load(str(self.path / file))
+            try:
+                shard: Any = mx.load(str(self.path / file))
+            except RuntimeError as error:
+                raise CheckpointError(
+                    f"{self.path / file} cannot be read any more: {error}", "is it being changed?"
+                ) from None
             arrays.update((name, shard[name]) for name in wanted)
         return arrays
 
