@@ -365,8 +365,8 @@ def test_an_expert_in_another_ones_place_is_found(
     """The mapping is wrong in the writer alone: every tensor is well formed and finite."""
     real = Content._experts
 
-    def rotated(self: Content, part: Any, projection: Any, ids: tuple[int, ...]) -> Any:
-        return real(self, part, projection, (*ids[1:], ids[0]))
+    def rotated(self: Content, part: int, ids: tuple[int, ...]) -> Any:
+        return real(self, part, (*ids[1:], ids[0]))
 
     made = exports.exported("qwen3_moe", "identity")
     monkeypatch.setattr(Content, "_experts", rotated)

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from reap.artifacts import Format, LayerPlan, ModelSpec, Plan, Projection
 from reap.export.low_bank import LowBank
-from reap.models.quantize import dequantized, quantized, requantized
+from reap.models.quantize import Quantizer, dequantized, quantized, requantized
 from reap.models.source import SourceModel
 
 Part = int | None
@@ -44,14 +44,18 @@ class Content:
 
     def _sizes(self, part: Part) -> dict[str, int]:
         found = {n: a.nbytes for arrays in self._others(part) for n, a in arrays.items()}
-        for projection in self._moe[part].projections if part in self._layers else ():
-            for path, ids in self._banks(part, projection).items():
-                one = self._experts(part, projection, ids[:1])
+        if part is None or part not in self._layers:
+            return found
+        layer = self._layers[part]
+        one = self._experts(part, layer.kept[:1])
+        for bank, ids in banks(layer).items():
+            for projection in self._moe[part].projections:
+                path, arrays = self._path(part, bank, projection), one[projection.name]
                 format = self._formats[path]
                 if format != projection.format:
-                    bias = {"bias": one["bias"]} if "bias" in one else {}
-                    one = quantized(dequantized(one, projection.format), format) | bias
-                found |= {f"{path}.{leaf}": len(ids) * a.nbytes for leaf, a in one.items()}
+                    bias = {"bias": arrays["bias"]} if "bias" in arrays else {}
+                    arrays = quantized(dequantized(arrays, projection.format), format) | bias
+                found |= {f"{path}.{leaf}": len(ids) * a.nbytes for leaf, a in arrays.items()}
         return found
 
     def tensors(self, part: Part, wanted: Sequence[str]) -> dict[str, mx.array]:
@@ -61,13 +65,13 @@ class Content:
             found |= {name: array for name, array in arrays.items() if name in wanted}
             arrays.clear()
             mx.eval(found)
-            mx.clear_cache()
         return found
 
     def _modules(self, part: Part, paths: set[str]) -> Iterator[dict[str, mx.array]]:
         yield from self._others(part)
-        for projection in self._moe[part].projections if part in self._layers else ():
-            yield from self._projection(part, projection, paths)
+        if part is not None and part in self._layers:
+            apart = self.source.experts_apart(part)
+            yield from (self._from_apart if apart else self._from_stacked)(part, paths)
 
     def read_bytes(self) -> int:
         """Bytes that are read of the source: all that is written, and what is stacked with it."""
@@ -112,55 +116,82 @@ class Content:
     def _formats(self) -> dict[str, Format]:
         return self.plan.quantization
 
-    def _banks(self, part: Part, projection: Projection) -> dict[str, tuple[int, ...]]:
-        """Expert ids of every stacked matrix that a projection becomes, by path."""
-        assert part is not None
-        experts = self._moe[part].experts
-        return {
-            f"{experts}{bank}.{projection.name}": ids
-            for bank, ids in banks(self._layers[part]).items()
-        }
+    def _path(self, part: int, bank: str, projection: Projection) -> str:
+        return f"{self._moe[part].experts}{bank}.{projection.name}"
 
-    def _experts(
-        self, part: Part, projection: Projection, ids: tuple[int, ...]
-    ) -> dict[str, mx.array]:
-        """One projection of some experts, lazily and as in the source."""
-        assert part is not None
-        head = f"{self.source.family.experts}.{projection.name}."
-        weights = self.source.layer_weights(part, ids)
-        return {n.removeprefix(head): a for n, a in weights.items() if n.startswith(head)}
+    def _experts(self, part: int, ids: tuple[int, ...]) -> dict[str, dict[str, mx.array]]:
+        """Some experts of a layer, lazily and as in the source, by projection."""
+        return experts(self.source, part, ids)
 
-    def _projection(
-        self, part: Part, projection: Projection, paths: set[str]
-    ) -> Iterator[dict[str, mx.array]]:
-        """The banks of one projection, of those in `paths`."""
-        assert part is not None
-        layer = self._layers[part]
-        stacked = None
-        if not self.source.experts_apart(part):
-            stacked = self._experts(part, projection, layer.kept)
-        for path, ids in self._banks(part, projection).items():
-            if path not in paths:
-                continue
-            format = self._formats[path]
-            first = layer.kept.index(ids[0])
-            if stacked is not None:
-                pieces = iter([{n: a[first : first + len(ids)] for n, a in stacked.items()}])
-            elif format == projection.format:
-                pieces = iter([self._experts(part, projection, ids)])
-            else:  # so that few of the source's, wider matrices are in memory
-                size = max(1, _DENSE_BYTES // (2 * projection.rows * projection.columns))
-                chunks = [ids[start : start + size] for start in range(0, len(ids), size)]
-                pieces = (self._experts(part, projection, chunk) for chunk in chunks)
-            low = first >= layer.high
-            quantize = self._low_bank.quantizer(part, projection.name) if low else quantized
-            made = [requantized(piece, projection.format, format, quantize) for piece in pieces]
-            yield {
-                f"{path}.{leaf}": mx.concatenate([one[leaf] for one in made])
-                if len(made) > 1
-                else made[0][leaf]
-                for leaf in made[0]
+    def _quantizer(self, part: int, bank: str, projection: Projection) -> Quantizer:
+        low = bank == ".low" or not (bank or self._layers[part].high)
+        return self._low_bank.quantizer(part, projection.name) if low else quantized
+
+    def _from_apart(self, part: int, paths: set[str]) -> Iterator[dict[str, mx.array]]:
+        """The banks in `paths` of a layer whose experts can be read one by one."""
+        for bank, ids in banks(self._layers[part]).items():
+            wanted = {
+                p: path
+                for p in self._moe[part].projections
+                if (path := self._path(part, bank, p)) in paths
             }
+            copied = [p for p in wanted if self._formats[wanted[p]] == p.format]
+            whole = self._experts(part, ids) if copied else {}
+            for projection in copied:
+                yield _named(wanted[projection], whole.pop(projection.name))
+            del whole
+            rounded = [p for p in wanted if p not in copied]
+            if not rounded:
+                continue
+            # Few at once, so that few of the source's, wider matrices are in memory.
+            widest = max(2 * p.rows * p.columns for p in rounded)
+            size = max(1, _DENSE_BYTES // widest)
+            quantizers = {p: self._quantizer(part, bank, p) for p in rounded}
+            made: dict[Projection, list[dict[str, mx.array]]] = {p: [] for p in rounded}
+            for start in range(0, len(ids), size):
+                some = self._experts(part, ids[start : start + size])
+                for p in rounded:
+                    format = self._formats[wanted[p]]
+                    stored = requantized(some.pop(p.name), p.format, format, quantizers[p])
+                    mx.eval(stored)
+                    made[p].append(stored)
+                mx.clear_cache()
+            for p in rounded:
+                chunks = made.pop(p)
+                joined = {n: [chunk.pop(n) for chunk in chunks] for n in list(chunks[0])}
+                yield _named(wanted[p], {n: mx.concatenate(joined.pop(n)) for n in list(joined)})
+
+    def _from_stacked(self, part: int, paths: set[str]) -> Iterator[dict[str, mx.array]]:
+        """The same of a layer whose experts are one tensor, which is read whole, but once."""
+        layer = self._layers[part]
+        stacked = self._experts(part, layer.kept)
+        for projection in self._moe[part].projections:
+            arrays, first = stacked.pop(projection.name), 0
+            for bank, ids in banks(layer).items():
+                path = self._path(part, bank, projection)
+                if path in paths:
+                    rows = {n: array[first : first + len(ids)] for n, array in arrays.items()}
+                    quantize = self._quantizer(part, bank, projection)
+                    format = self._formats[path]
+                    yield _named(path, requantized(rows, projection.format, format, quantize))
+                first += len(ids)
+
+
+def experts(
+    source: SourceModel, layer: int, ids: tuple[int, ...]
+) -> dict[str, dict[str, mx.array]]:
+    """Weight, scales, … [experts, …] of some experts, lazily, by projection."""
+    head = f"{source.family.experts}."
+    found: dict[str, dict[str, mx.array]] = {}
+    for name, array in source.layer_weights(layer, ids).items():
+        if name.startswith(head):
+            projection, _, leaf = name.removeprefix(head).rpartition(".")
+            found.setdefault(projection, {})[leaf] = array
+    return found
+
+
+def _named(path: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
+    return {f"{path}.{leaf}": array for leaf, array in arrays.items()}
 
 
 def banks(layer: LayerPlan) -> dict[str, tuple[int, ...]]:

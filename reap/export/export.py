@@ -17,7 +17,7 @@ from reap.errors import ReapError
 from reap.export.card import model_card
 from reap.export.content import Content
 from reap.export.low_bank import LowBank
-from reap.export.partial import PartialExport, fingerprint, partial_export
+from reap.export.partial import fingerprint, partial_export
 from reap.export.verify import verify
 from reap.export.writer import Shard, shards, write_index, write_shards
 from reap.models.source import RUNTIME, SourceModel
@@ -119,7 +119,7 @@ def export(
             "this is a bug in reap; please report it with the plan",
         )
     with partial_export(out, made_of, resume=resume, force=force) as partial:
-        _check_space(out, made, partial)
+        _check_space(out, made.need(list(partial.done)), begun=bool(partial.done))
         write_shards(content, made.shards, partial, progress)
         folder = partial.checkpoint
         _write_rest(folder, source, made, config, model_card(plan, spec))
@@ -285,10 +285,10 @@ def free_space(out: Path) -> tuple[Path, int]:
     return parent, shutil.disk_usage(parent).free
 
 
-def _check_space(out: Path, made: Outline, partial: PartialExport) -> None:
-    need, (parent, free) = made.need(list(partial.done)), free_space(out)
+def _check_space(out: Path, need: int, *, begun: bool = False) -> None:
+    parent, free = free_space(out)
     if free < need:
-        more = " more" if partial.done else ""
+        more = " more" if begun else ""
         raise ReapError(
             f"the checkpoint needs {need:,} bytes{more}, {parent} has {free:,} free.",
             "free space, or choose another place with --out",

@@ -13,9 +13,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from reap.artifacts import Format, ModelSpec, Plan, Saliency
+from reap.artifacts import Format, ModelSpec, MoeLayer, Plan, Saliency
 from reap.errors import CheckpointError
-from reap.export.content import banks
+from reap.export.content import banks, experts
 from reap.export.writer import check_finite
 from reap.models.quantize import dequantized
 from reap.models.source import SourceModel
@@ -57,30 +57,39 @@ class Samples:
 
     def check(self, index: int) -> None:
         """One decoder layer. Raises CheckpointError, naming layer and expert."""
-        layer = self.layers[index]
+        layer, moe = self.layers[index], self._moe[index]
         for bank, ids in banks(layer).items():
             formats = self._plan.high if layer.kept.index(ids[0]) < layer.high else self._plan.low
-            for slot in sorted({0, len(ids) // 2, len(ids) - 1}):
-                self._check_expert(index, bank, slot, ids[slot], formats)
+            slots = sorted({0, len(ids) // 2, len(ids) - 1})
+            sampled = tuple(ids[slot] for slot in slots)
+            ours = _experts(self._written, moe, bank, tuple(slots))
+            theirs = _experts(self._source, moe, "", sampled)
+            for row, expert in enumerate(sampled):
+                self._check_expert(index, bank, expert, _row(ours, row), _row(theirs, row), formats)
 
     def _check_expert(
-        self, index: int, bank: str, slot: int, expert: int, formats: dict[str, Format]
+        self,
+        index: int,
+        bank: str,
+        expert: int,
+        ours: dict[str, dict[str, mx.array]],
+        theirs: dict[str, dict[str, mx.array]],
+        formats: dict[str, Format],
     ) -> None:
-        path = f"{self._moe[index].experts}{bank}"
-        ours: dict[str, dict[str, mx.array]] = {}
-        theirs: dict[str, dict[str, mx.array]] = {}
         changed = False
+        pairs: dict[str, tuple[mx.array, mx.array]] = {}
         for projection in self._moe[index].projections:
             name = projection.name
-            ours[name] = _expert(self._written, index, f"{path}.{name}", slot)
-            check_finite({f"{path}.{name}.{leaf}": array for leaf, array in ours[name].items()})
-            original = f"{self._moe[index].experts}.{name}"
-            theirs[name] = _expert(self._source, index, original, expert)
+            path = f"{self._moe[index].experts}{bank}.{name}"
+            check_finite({f"{path}.{leaf}": array for leaf, array in ours[name].items()})
             if formats[name] != projection.format:
                 changed = True
                 continue
-            for leaf, array in theirs[name].items():
-                check_same(ours[name][leaf], array, f"expert {expert} in {path}.{name}.{leaf}")
+            pairs |= {
+                f"expert {expert} in {path}.{leaf}": (ours[name][leaf], array)
+                for leaf, array in theirs[name].items()
+            }
+        check_same(pairs)
         if changed:
             stored = {p.name: p.format for p in self._moe[index].projections}
             self._check_output(index, expert, ours, theirs, formats, stored)
@@ -149,24 +158,38 @@ class Samples:
         return (drawn * np.sqrt(mean)).astype(np.float32)
 
 
-def check_same(ours: mx.array, theirs: mx.array, name: str) -> None:
-    if ours.dtype != theirs.dtype or not mx.array_equal(ours, theirs).item():
-        raise CheckpointError(f"{name} differs from the source.")
+def check_same(pairs: dict[str, tuple[mx.array, mx.array]]) -> None:
+    """Raise CheckpointError unless the arrays of every pair are equal, naming the first."""
+    same = {
+        name: mx.array_equal(ours, theirs) if ours.dtype == theirs.dtype else mx.array(False)
+        for name, (ours, theirs) in pairs.items()
+    }
+    mx.eval(same)
+    for name, equal in same.items():
+        if not equal.item():
+            raise CheckpointError(f"{name} differs from the source.")
 
 
-def _expert(model: SourceModel, index: int, path: str, expert: int) -> dict[str, mx.array]:
-    """Weight, scales, … of one expert, [1, …] each; nothing else is read where that is possible."""
-    tensors = model.checkpoint.tensors
-    names = [f"{path}.{leaf}" for leaf in ("weight", "scales", "biases", "bias")]
-    if f"{path}.weight" in tensors:
-        return {
-            name.rpartition(".")[2]: model.checkpoint.rows(name, [expert])
-            for name in names
-            if name in tensors
+def _experts(
+    model: SourceModel, moe: MoeLayer, bank: str, ids: tuple[int, ...]
+) -> dict[str, dict[str, mx.array]]:
+    """Weight, scales, … [experts, …] by projection; nothing else is read where it can be helped."""
+    checkpoint = model.checkpoint
+    paths = {p.name: f"{moe.experts}{bank}.{p.name}" for p in moe.projections}
+    if any(f"{path}.weight" not in checkpoint.tensors for path in paths.values()):
+        return experts(model, moe.layer, ids)
+    return {
+        name: {
+            leaf: checkpoint.rows(f"{path}.{leaf}", ids)
+            for leaf in ("weight", "scales", "biases", "bias")
+            if f"{path}.{leaf}" in checkpoint.tensors
         }
-    head = f"{path.removeprefix(model.layer_prefix(index) + '.')}."
-    weights = model.layer_weights(index, (expert,))
-    return {n.removeprefix(head): a for n, a in weights.items() if n.startswith(head)}
+        for name, path in paths.items()
+    }
+
+
+def _row(arrays: dict[str, dict[str, mx.array]], row: int) -> dict[str, dict[str, mx.array]]:
+    return {name: {n: a[row : row + 1] for n, a in parts.items()} for name, parts in arrays.items()}
 
 
 def _dense(

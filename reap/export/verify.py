@@ -119,13 +119,16 @@ def _check_tensors(
     ours: dict[str, mx.array], theirs: dict[str, mx.array], prefix: str, changed: Container[str]
 ) -> None:
     """What is in `theirs` and small is equal, unless its path is `changed`."""
-    for name, original in theirs.items():
-        path = f"{prefix}{name.rpartition('.')[0]}"
-        if path not in changed and original.nbytes <= _SMALL:
-            check_same(ours[name], original, f"{prefix}{name}")
+    check_same(
+        {
+            f"{prefix}{name}": (ours[name], original)
+            for name, original in theirs.items()
+            if original.nbytes <= _SMALL and f"{prefix}{name.rpartition('.')[0]}" not in changed
+        }
+    )
 
 
-def _check_forward(written: SourceModel, progress: Progress, tokens: int = 16) -> None:
+def _check_forward(written: SourceModel, progress: Progress = silent, tokens: int = 16) -> None:
     """Every layer as mlx-lm runs it, on a few tokens."""
     count = len(written.layers)
     ids = np.linspace(0, written.vocabulary - 1, tokens).astype(np.int32)
