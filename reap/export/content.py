@@ -90,7 +90,8 @@ class Content:
         else:
             layer = self._layers.get(part)
             experts = f"{self.source.family.experts}."
-            weights = self.source.layer_weights(part, layer.kept if layer else None)
+            kept = layer.kept if layer else None
+            weights = self.source.layer_weights(part, kept, some=kept and kept[:1])
             prefix, carried = self.source.layer_prefix(part), {}
             arrays = {
                 f"{prefix}.{name}": array
@@ -121,7 +122,7 @@ class Content:
 
     def _experts(self, part: int, ids: tuple[int, ...]) -> dict[str, dict[str, mx.array]]:
         """Some experts of a layer, lazily and as in the source, by projection."""
-        return experts(self.source, part, ids)
+        return experts_of(self.source, self.source.layer_weights(part, ids))
 
     def _quantizer(self, part: int, bank: str, projection: Projection) -> Quantizer:
         low = bank == ".low" or not (bank or self._layers[part].high)
@@ -177,13 +178,11 @@ class Content:
                 first += len(ids)
 
 
-def experts(
-    source: SourceModel, layer: int, ids: tuple[int, ...]
-) -> dict[str, dict[str, mx.array]]:
-    """Weight, scales, … [experts, …] of some experts, lazily, by projection."""
+def experts_of(source: SourceModel, weights: dict[str, mx.array]) -> dict[str, dict[str, mx.array]]:
+    """The experts among the weights of a layer: weight, scales, … [experts, …] by projection."""
     head = f"{source.family.experts}."
     found: dict[str, dict[str, mx.array]] = {}
-    for name, array in source.layer_weights(layer, ids).items():
+    for name, array in weights.items():
         if name.startswith(head):
             projection, _, leaf = name.removeprefix(head).rpartition(".")
             found.setdefault(projection, {})[leaf] = array

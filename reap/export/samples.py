@@ -13,9 +13,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.switch_layers import SwitchLinear
 
-from reap.artifacts import Format, ModelSpec, MoeLayer, Plan, Saliency
+from reap.artifacts import Format, ModelSpec, Plan, Saliency
 from reap.errors import CheckpointError
-from reap.export.content import banks, experts
+from reap.export.content import banks
 from reap.export.writer import check_finite
 from reap.models.quantize import dequantized
 from reap.models.source import SourceModel
@@ -30,6 +30,9 @@ _SLACK = 16.0
 _MOST = 1.25
 _AFFINE = {2: 0.5, 3: 0.15, 4: 0.03, 5: 0.01, 6: 0.0025, 8: 0.0005}
 _OTHERS = {"mxfp4": 0.06, "nvfp4": 0.05, "mxfp8": 0.005}
+
+Stacked = dict[str, dict[str, mx.array]]
+"""Weight, scales, … [experts, …] by projection."""
 
 
 class Samples:
@@ -55,25 +58,46 @@ class Samples:
         self._position = {layer.layer: position for position, layer in enumerate(plan.layers)}
         self.layers = {layer.layer: layer for layer in plan.layers}
 
-    def check(self, index: int) -> None:
-        """One decoder layer. Raises CheckpointError, naming layer and expert."""
-        layer, moe = self.layers[index], self._moe[index]
-        for bank, ids in banks(layer).items():
+    def ids(self, index: int) -> tuple[int, ...]:
+        """The experts of a decoder layer that are compared."""
+        found = [banked[slot] for banked in self._banks(index).values() for slot in _slots(banked)]
+        return tuple(found)
+
+    def _banks(self, index: int) -> dict[str, tuple[int, ...]]:
+        return banks(self.layers[index])
+
+    def check(self, index: int, theirs: Stacked) -> None:
+        """One decoder layer, `theirs` being the source's `ids`. Raises CheckpointError, naming
+        layer and expert."""
+        layer, moe, row = self.layers[index], self._moe[index], 0
+        for bank, ids in self._banks(index).items():
             formats = self._plan.high if layer.kept.index(ids[0]) < layer.high else self._plan.low
-            slots = sorted({0, len(ids) // 2, len(ids) - 1})
-            sampled = tuple(ids[slot] for slot in slots)
-            ours = _experts(self._written, moe, bank, tuple(slots))
-            theirs = _experts(self._source, moe, "", sampled)
-            for row, expert in enumerate(sampled):
-                self._check_expert(index, bank, expert, _row(ours, row), _row(theirs, row), formats)
+            slots = _slots(ids)
+            ours = {
+                p.name: self._rows(f"{moe.experts}{bank}.{p.name}", slots) for p in moe.projections
+            }
+            for number, slot in enumerate(slots):
+                wanted = _row(theirs, row)
+                self._check_expert(index, bank, ids[slot], _row(ours, number), wanted, formats)
+                row += 1
+
+    def _rows(self, path: str, slots: list[int]) -> dict[str, mx.array]:
+        """Weight, scales, … of some of the experts that were written; nothing else is read."""
+        checkpoint = self._written.checkpoint
+        leaves = ("weight", "scales", "biases", "bias")
+        return {
+            leaf: checkpoint.rows(f"{path}.{leaf}", slots)
+            for leaf in leaves
+            if f"{path}.{leaf}" in checkpoint.tensors
+        }
 
     def _check_expert(
         self,
         index: int,
         bank: str,
         expert: int,
-        ours: dict[str, dict[str, mx.array]],
-        theirs: dict[str, dict[str, mx.array]],
+        ours: Stacked,
+        theirs: Stacked,
         formats: dict[str, Format],
     ) -> None:
         changed = False
@@ -98,8 +122,8 @@ class Samples:
         self,
         index: int,
         expert: int,
-        ours: dict[str, dict[str, mx.array]],
-        theirs: dict[str, dict[str, mx.array]],
+        ours: Stacked,
+        theirs: Stacked,
         formats: dict[str, Format],
         stored: dict[str, Format],
     ) -> None:
@@ -170,31 +194,15 @@ def check_same(pairs: dict[str, tuple[mx.array, mx.array]]) -> None:
             raise CheckpointError(f"{name} differs from the source.")
 
 
-def _experts(
-    model: SourceModel, moe: MoeLayer, bank: str, ids: tuple[int, ...]
-) -> dict[str, dict[str, mx.array]]:
-    """Weight, scales, … [experts, …] by projection; nothing else is read where it can be helped."""
-    checkpoint = model.checkpoint
-    paths = {p.name: f"{moe.experts}{bank}.{p.name}" for p in moe.projections}
-    if any(f"{path}.weight" not in checkpoint.tensors for path in paths.values()):
-        return experts(model, moe.layer, ids)
-    return {
-        name: {
-            leaf: checkpoint.rows(f"{path}.{leaf}", ids)
-            for leaf in ("weight", "scales", "biases", "bias")
-            if f"{path}.{leaf}" in checkpoint.tensors
-        }
-        for name, path in paths.items()
-    }
+def _slots(ids: tuple[int, ...]) -> list[int]:
+    return sorted({0, len(ids) // 2, len(ids) - 1})
 
 
-def _row(arrays: dict[str, dict[str, mx.array]], row: int) -> dict[str, dict[str, mx.array]]:
+def _row(arrays: Stacked, row: int) -> Stacked:
     return {name: {n: a[row : row + 1] for n, a in parts.items()} for name, parts in arrays.items()}
 
 
-def _dense(
-    module: nn.Module, arrays: dict[str, dict[str, mx.array]], formats: dict[str, Format]
-) -> nn.Module:
+def _dense(module: nn.Module, arrays: Stacked, formats: dict[str, Format]) -> nn.Module:
     """A copy of an experts module that holds one expert, in float32."""
     cls: Any = type(module)
     copy = cls.__new__(cls)

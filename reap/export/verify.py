@@ -12,6 +12,7 @@ from mlx_lm.utils import load_model
 
 from reap.artifacts import Format, ModelSpec, Plan, Saliency
 from reap.errors import CheckpointError, ReapError
+from reap.export.content import experts_of
 from reap.export.samples import Samples, check_same
 from reap.export.writer import check_finite
 from reap.models.checkpoint import Checkpoint, TensorInfo, open_checkpoint
@@ -59,14 +60,15 @@ def verify(
     samples = Samples(written, source, plan, spec, saliency)
     for index in range(spec.num_layers):
         progress(f"checking layer {index}", index, 2 * spec.num_layers)
-        kept = None
         if index in samples.layers:
-            samples.check(index)
-            kept = samples.layers[index].kept
-        experts = f"{source.family.experts}."
-        ours, theirs = written.layer_weights(index), source.layer_weights(index, kept)
-        if kept is not None:
+            kept, some = samples.layers[index].kept, samples.ids(index)
+            theirs = source.layer_weights(index, kept, some=some)
+            samples.check(index, experts_of(source, theirs))
+            experts = f"{source.family.experts}."
             theirs = {n: array for n, array in theirs.items() if not n.startswith(experts)}
+        else:
+            theirs = source.layer_weights(index)
+        ours = written.layer_weights(index)
         _check_tensors(ours, theirs, f"{source.layer_prefix(index)}.", plan.trunk)
         mx.clear_cache()
     _check_forward(written, progress)
@@ -128,7 +130,7 @@ def _check_tensors(
     )
 
 
-def _check_forward(written: SourceModel, progress: Progress = silent, tokens: int = 16) -> None:
+def _check_forward(written: SourceModel, progress: Progress = silent, tokens: int = 4) -> None:
     """Every layer as mlx-lm runs it, on a few tokens."""
     count = len(written.layers)
     ids = np.linspace(0, written.vocabulary - 1, tokens).astype(np.int32)

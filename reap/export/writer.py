@@ -46,7 +46,7 @@ def shards(sizes: Mapping[Part, Mapping[str, int]], limit: int = SHARD_BYTES) ->
 
     A file holds at most as much as the largest layer, since it is in memory while it is written,
     and ends at a layer's end unless that layer alone is more. What belongs to one module (weight,
-    scales, biases) stays together, so one that is larger than `limit` is a larger file.
+    scales, biases) stays together if it can. A tensor that is larger than `limit` is a larger file.
     """
     totals = {part: sum(found.values()) for part, found in sizes.items()}
     most = min(limit, max((n for part, n in totals.items() if part is not None), default=limit))
@@ -56,12 +56,12 @@ def shards(sizes: Mapping[Part, Mapping[str, int]], limit: int = SHARD_BYTES) ->
         if totals[part] > room and made[-1]:
             made.append({})
             room = most
-        for module in _modules(found):
-            size = sum(module.values())
+        for tensors in _together(found, most):
+            size = sum(tensors.values())
             if size > room and made[-1]:
                 made.append({})
                 room = most
-            made[-1].setdefault(part, {}).update(module)
+            made[-1].setdefault(part, {}).update(tensors)
             room -= size
     return [
         Shard(f"model-{number:05d}-of-{len(made):05d}.safetensors", parts)
@@ -69,11 +69,16 @@ def shards(sizes: Mapping[Part, Mapping[str, int]], limit: int = SHARD_BYTES) ->
     ]
 
 
-def _modules(sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
+def _together(sizes: Mapping[str, int], most: int) -> Iterator[dict[str, int]]:
+    """The tensors of each module, one by one if they are more than `most`."""
+    modules: dict[str, dict[str, int]] = {}
     for name, size in sizes.items():
-        found.setdefault(name.rpartition(".")[0], {})[name] = size
-    yield from found.values()
+        modules.setdefault(name.rpartition(".")[0], {})[name] = size
+    for module in modules.values():
+        if sum(module.values()) <= most:
+            yield module
+        else:
+            yield from ({name: size} for name, size in module.items())
 
 
 def write_shards(
@@ -96,9 +101,14 @@ def write_shards(
             for shard in files:
                 if shard.name not in partial.done:
                     path = partial.checkpoint / shard.name
-                    _write(path, _read(content, shard, progress))
+                    arrays = _read(content, shard, progress)
+                    _save(path, arrays)
+                    digest = worker.submit(_settle, path)
+                    _check_same(path, arrays)
+                    arrays.clear()
+                    mx.clear_cache()
                     commit()
-                    pending.append((shard.name, worker.submit(_settle, path)))
+                    pending.append((shard.name, digest))
         finally:
             commit()
 
@@ -122,14 +132,11 @@ def _read(content: Content, shard: Shard, progress: Progress) -> dict[str, mx.ar
     return arrays
 
 
-def _write(path: Path, arrays: dict[str, mx.array]) -> None:
+def _save(path: Path, arrays: dict[str, mx.array]) -> None:
     try:
         mx.save_safetensors(str(path), arrays, metadata={"format": "mlx"})
     except RuntimeError as error:
         raise OSError(f"{error} (is the disk full?)") from error
-    _check_same(path, arrays)
-    arrays.clear()
-    mx.clear_cache()
 
 
 def _settle(path: Path) -> str:
@@ -145,9 +152,10 @@ def _check_same(path: Path, arrays: Mapping[str, mx.array]) -> None:
     header = read_header(path.parent, path.name)
     if header.keys() != arrays.keys():
         raise CheckpointError(f"{path} does not hold the tensors that were written to it.")
+    values = raw(arrays)
     with open(path, "rb", buffering=0) as file:
         for name, info in header.items():
-            wanted = raw(arrays[name]).view(np.uint8)
+            wanted = values[name].view(np.uint8)
             file.seek(info.offset)
             for start in range(0, wanted.size, _CHUNK):
                 expected = wanted[start : start + _CHUNK]
@@ -158,10 +166,15 @@ def _check_same(path: Path, arrays: Mapping[str, mx.array]) -> None:
                     )
 
 
-def raw(array: mx.array) -> np.ndarray:
+def raw(arrays: Mapping[str, mx.array]) -> dict[str, np.ndarray]:
     """The values as unsigned integers of their size, [elements], sharing the memory."""
-    kind = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}[array.dtype.size]
-    return np.array(mx.contiguous(array).reshape(-1).view(kind), copy=False)
+    kinds = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+    views = {
+        name: mx.contiguous(array).reshape(-1).view(kinds[array.dtype.size])
+        for name, array in arrays.items()
+    }
+    mx.eval(views)
+    return {name: np.array(view, copy=False) for name, view in views.items()}
 
 
 # All bits of the exponent, by the floating dtypes' names.
@@ -174,15 +187,16 @@ _EXPONENT: dict[mx.Dtype, int] = {
 
 def check_finite(tensors: Mapping[str, mx.array], prefix: str = "") -> None:
     """Raise CheckpointError for a value, or a scale of the MX formats, that is NaN or infinite."""
-    for name, array in tensors.items():
-        bad = False
-        if name.endswith(".scales") and array.dtype == mx.uint8:
+    scales = {n for n, a in tensors.items() if n.endswith(".scales") and a.dtype == mx.uint8}
+    looked_at = {n: a for n, a in tensors.items() if n in scales or a.dtype in _EXPONENT}
+    for name, values in raw(looked_at).items():
+        if name in scales:
             # NaN is 255 in E8M0, 127 in the E4M3 of nvfp4, which has 16 codes of 4 bits a group.
             codes = 8 * tensors[f"{name.removesuffix('.scales')}.weight"].shape[-1]
-            nvfp4, values = codes == 16 * array.shape[-1], raw(array)
+            nvfp4 = codes == 16 * tensors[name].shape[-1]
             bad = bool(np.any((values & 127) == 127 if nvfp4 else values == 255))
-        elif array.dtype in _EXPONENT:
-            mask, values = _EXPONENT[array.dtype], raw(array)
+        else:
+            mask = _EXPONENT[tensors[name].dtype]
             blocks = (values[i : i + _BLOCK] for i in range(0, values.size, _BLOCK))
             bad = any(bool(np.any((block & mask) == mask)) for block in blocks)
         if bad:
