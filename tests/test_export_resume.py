@@ -21,9 +21,11 @@ from typing import Any
 import exports
 import mlx.core as mx
 import models
+import numpy as np
 import pytest
+from test_export import saliency
 
-from reap.artifacts import Plan
+from reap.artifacts import Format, Measurement, Plan
 from reap.artifacts.manifest import MANIFEST, check_manifest, read_manifest
 from reap.artifacts.partial import locked
 from reap.cli import main
@@ -380,31 +382,31 @@ def test_an_expert_in_another_ones_place_is_found(
             exports.write(made.source, plan, tmp_path / low)
 
 
-def test_the_measured_error_is_what_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By hand: 3 of 10 in energy per token, on other numbers of tokens; else by the bits."""
+def test_the_measured_error_is_what_is_expected_if_it_is_more_than_usual() -> None:
+    """By hand: 7 of 10 in energy per token, on other numbers of tokens; else by the bits."""
     made = exports.exported(*CASE)
-    import numpy as np
-    from test_export import saliency
-
-    from reap.artifacts import Format, Measurement
-
-    model, two = open_source(str(made.source)), Format(2, 128, "affine")
+    model, two, three = (
+        open_source(str(made.source)),
+        Format(2, 128, "affine"),
+        Format(3, 128, "affine"),
+    )
     found = saliency(made.spec)
     shape = found.gate2_norm2.shape
     energy = np.zeros(shape)
     energy[:, :, :, 0] = 50.0  # two halves: 100
     tokens = np.full(shape[:3], 5)  # 10 tokens: 10 a token
     layers, experts = shape[2:]
-    error = np.zeros((1, layers, experts))
-    error[0, :, 1] = 12.0  # on 4 tokens: 3 a token
+    error = np.zeros((2, layers, experts))
+    error[0, :, 1] = 28.0  # on 4 tokens: 7 a token
+    error[1] = 1e-3
     measurement = Measurement(
-        formats=(two,),
+        formats=(two, three),
         tokens=np.full(layers, 4),
         kept=np.zeros(1, int),
         order=np.zeros((layers, experts), int),
         output_energy=np.ones(layers),
         drop_error=np.ones((layers, 1)),
-        low_error=np.ones((1, layers)),
+        low_error=np.ones((2, layers)),
         low_expert_error=error,
         kl_kept=np.zeros(0, int),
         drop_kl=np.zeros(0),
@@ -412,14 +414,14 @@ def test_the_measured_error_is_what_is_expected(monkeypatch: pytest.MonkeyPatch)
     )
     found = replace(found, gate2_norm2=energy, tokens=tokens, measurement=measurement)
     stored = {p.name: p.format for p in made.spec.moe_layers[0].projections}
-    low = dict.fromkeys(stored, two)
 
-    def expected(plan: Plan, formats: dict[str, Format]) -> float:
-        return Samples(model, model, plan, made.spec, found).expected(0, formats, stored)
+    def expected(format: Format) -> float:
+        formats = dict.fromkeys(stored, format)
+        return Samples(model, model, made.plan, made.spec, found).expected(0, formats, stored)
 
-    assert expected(made.plan, low) == pytest.approx(0.3)
-    assert expected(replace(made.plan, low_rounding="search"), low) == 0.5
-    assert expected(made.plan, dict.fromkeys(stored, Format(3, 64, "affine"))) == 0.15
+    assert expected(two) == pytest.approx(0.7)
+    assert expected(three) == 0.2
+    assert expected(Format(4, 64, "affine")) == 0.1  # not measured
 
 
 # Checksums
