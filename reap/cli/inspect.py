@@ -30,7 +30,7 @@ def inspect(
     trust_remote_code: Trust = False,
     json: Json = False,
 ) -> None:
-    """Print what is in a file or a checkpoint, and check a checkpoint against its SHA256SUMS."""
+    """Print what is in a file, or in a checkpoint and check its files."""
     from reap.artifacts import Evaluation, Plan, Saliency
     from reap.cli import show
     from reap.cli.output import data_on_stdout, print_json
