@@ -30,7 +30,7 @@ def inspect(
     trust_remote_code: Trust = False,
     json: Json = False,
 ) -> None:
-    """Print what is in a file, or in a checkpoint and check its files."""
+    """Print what is in a file; check a checkpoint."""
     from reap.artifacts import Evaluation, Plan, Saliency
     from reap.cli import show
     from reap.cli.output import data_on_stdout, print_json
