@@ -24,6 +24,7 @@ from reap.export import ExportResult, export
 from reap.models.source import SourceModel, open_source
 from reap.planning import PlanSettings
 from reap.planning.precision import choose_precision
+from reap.progress import Progress, silent
 
 Floats = npt.NDArray[np.float32]
 Kept = Mapping[int, tuple[Sequence[int], int]]
@@ -105,12 +106,23 @@ def write(
     *,
     saliency: Path | None = None,
     force: bool = False,
+    resume: bool = False,
+    progress: Progress = silent,
 ) -> ExportResult:
     """Export, with the plan saved beside `out`."""
     plan_file = out.with_name(f"{out.name}.plan.json")
     plan.save(plan_file, force=True)
     model = source if isinstance(source, SourceModel) else open_source(str(source))
-    return export(model, plan, out, plan_file=plan_file, saliency=saliency, force=force)
+    return export(
+        model,
+        plan,
+        out,
+        plan_file=plan_file,
+        saliency=saliency,
+        force=force,
+        resume=resume,
+        progress=progress,
+    )
 
 
 def kept_experts(spec: ModelSpec, shape: str) -> Kept:

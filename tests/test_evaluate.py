@@ -20,6 +20,7 @@ from mlx_lm.utils import load_model
 
 from reap.artifacts import DocumentScore, Evaluation, Provenance
 from reap.artifacts.evaluation import Estimate, clustered_mean, domain_average
+from reap.artifacts.manifest import MANIFEST, check_manifest
 from reap.errors import ArtifactError, ReapError
 from reap.evaluate import EvaluationSettings, evaluate, evaluate_all
 from reap.export import add_measurement
@@ -373,7 +374,7 @@ def test_other_documents_are_not_compared() -> None:
 
 def test_a_measurement_is_put_into_the_card(tmp_path: Path) -> None:
     made = exported("kimi_k3", "two-bank")
-    for name in ("README.md", "config.json"):
+    for name in ("README.md", "config.json", MANIFEST):
         (tmp_path / name).write_text((made.path / name).read_text())
     before = (tmp_path / "README.md").read_text()
     found = run(made.path, made.source)
@@ -392,6 +393,8 @@ def test_a_measurement_is_put_into_the_card(tmp_path: Path) -> None:
     assert f"Mean KL over the domains: {found.mean_kl.value:.5f}" in card
     add_measurement(tmp_path, found)
     assert (tmp_path / "README.md").read_text() == card
+    found_files = {file.path: file.status for file in check_manifest(tmp_path)}
+    assert found_files["README.md"] == found_files["config.json"] == "ok"
     add_measurement(tmp_path, run(made.path))
     alone = (tmp_path / "README.md").read_text()
     assert "KL ±" not in alone and "| prose |" in alone

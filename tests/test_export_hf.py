@@ -19,9 +19,10 @@ from exports import ROOT, Raw, exported
 from mlx_lm.utils import load_model
 
 from reap.artifacts import Evaluation, Format, Plan
+from reap.artifacts.manifest import check_manifest
 from reap.cli import main
 from reap.errors import CheckpointError, ReapError
-from reap.export import ExportResult, export_hf, hf
+from reap.export import ExportResult, export, export_hf, hf, outline_hf
 from reap.models.source import open_source
 
 FAMILIES = (*exports.FAMILIES, "fp8")
@@ -195,6 +196,50 @@ def test_shards_are_limited_and_indexed_in_order(
         layers += sorted({int(n.split(".layers.")[1].split(".")[0]) for n in tensors if "rs." in n})
     assert layers == sorted(layers)
     assert len(index) == len(exports.raw_tensors(written("kimi_k3")))
+
+
+def test_an_export_that_was_cut_off_is_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hf, "SHARD_BYTES", 300_000)
+    source, plan = source_of("kimi_k3"), plan_of("kimi_k3")
+    write(source, plan, tmp_path / "whole")
+    foreseen = outline_hf(open_source(str(source)), plan)
+    write_shard, names = hf._write_shard, [shard.name for shard in foreseen.shards]
+
+    def stopped(path: Path, *more: Any) -> None:
+        if path.name == names[4]:
+            raise KeyboardInterrupt
+        write_shard(path, *more)
+
+    monkeypatch.setattr(hf, "_write_shard", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        write(source, plan, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    again: list[str] = []
+
+    def counted(path: Path, *more: Any) -> None:
+        again.append(path.name)
+        write_shard(path, *more)
+
+    monkeypatch.setattr(hf, "_write_shard", counted)
+    with pytest.raises(ReapError, match="holds an export that was not finished"):
+        write(source, plan, tmp_path / "out")
+    plan_file = tmp_path / "out.plan.json"
+    with pytest.raises(ReapError, match="the layout has changed"):
+        export(open_source(str(source)), plan, tmp_path / "out", plan_file=plan_file, resume=True)
+    write(source, plan, tmp_path / "out", resume=True)
+    assert again == names[4:]
+    files = [f.name for f in (tmp_path / "whole").iterdir() if f.name != "__pycache__"]
+    for name in files:
+        if name not in ("reap.json", MANIFEST):  # they name the plan's file and each other
+            assert (tmp_path / "out" / name).read_bytes() == (
+                tmp_path / "whole" / name
+            ).read_bytes()
+    assert {check.status for check in check_manifest(tmp_path / "out")} == {"ok"}
+    assert {*foreseen.copied, *names} <= {*files}
+    sizes = exports.raw_tensors(tmp_path / "out")
+    assert foreseen.nbytes == sum(len(tensor.data) for tensor in sizes.values())
 
 
 def test_tensors_are_aligned(tmp_path: Path) -> None:

@@ -36,34 +36,49 @@ def written_whole(path: Path, *, force: bool = False) -> Iterator[Path]:
     at `path` is untouched. An OSError (disk full, no permission) becomes a ReapError.
     """
     partial = path.with_name(path.name + ".partial")
-    old = path.with_name(path.name + ".old.partial")
-    if old.exists() and not path.exists():
-        os.rename(old, path)  # a crash between the two renames below
+    recover(path)
     refuse_existing(path, force)
     made = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove(partial)
+        remove(partial)
         yield partial
-        if path.is_dir():
-            _remove(old)
-            os.rename(path, old)
-            os.rename(partial, path)
-            _remove(old)
-        else:
-            os.replace(partial, path)
+        put_in_place(partial, path)
     except OSError as error:
         raise ReapError(f"could not write {path}: {error.strerror or error}") from error
     finally:
         with suppress(OSError):  # a folder that cannot be read has nothing of ours
-            _remove(partial)
+            remove(partial)
         if not path.exists():
             for folder in made:
                 with suppress(OSError):
                     folder.rmdir()
 
 
-def _remove(path: Path) -> None:
+def _set_aside(path: Path) -> Path:
+    return path.with_name(path.name + ".old.partial")
+
+
+def put_in_place(partial: Path, path: Path) -> None:
+    """Rename what is finished to `path`, in place of what stands there. Raises OSError."""
+    if path.is_dir():
+        old = _set_aside(path)
+        remove(old)
+        os.rename(path, old)
+        os.rename(partial, path)
+        remove(old)
+    else:
+        os.replace(partial, path)
+
+
+def recover(path: Path) -> None:
+    """Put back what a crash between the two renames of `put_in_place` left set aside."""
+    if _set_aside(path).exists() and not path.exists():
+        os.rename(_set_aside(path), path)
+
+
+def remove(path: Path) -> None:
+    """Delete a file or a directory with all that is in it; nothing if it is not there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

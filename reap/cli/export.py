@@ -46,6 +46,12 @@ def export(
             "experts in every layer, in the source's format.",
         ),
     ] = "mlx",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on after the last finished file of an export.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be written, and end.")
+    ] = False,
     run: Run = None,
     trust_remote_code: Trust = False,
     force: Force = False,
@@ -53,7 +59,7 @@ def export(
 ) -> None:
     """Write the checkpoint that the plan describes."""
     from reap.artifacts import Plan
-    from reap.cli import stages
+    from reap.cli import show, stages
     from reap.cli.output import print_json, say
     from reap.cli.rundir import RunDirectory
     from reap.planning import format_size
@@ -65,14 +71,24 @@ def export(
         _check_fresh(directory, made)
     directory.require_out(out, plan, directory.plan)
     target = out or directory.checkpoint
+    source, measured = model or directory.model, saliency or directory.saliency
+    if dry_run:
+        found = stages.outline(source, made, measured, format=format, trust=trust_remote_code)
+        if json:
+            print_json(show.outline_figures(found, made, target))
+        else:
+            show.show_outline(found, made, target)
+        return
     result = stages.export(
-        model or directory.model,
+        source,
         plan_file,
-        saliency or directory.saliency,
+        measured,
         target,
+        plan=made,
         format=format,
         trust=trust_remote_code,
         force=force,
+        resume=resume,
     )
     if json:
         print_json({"checkpoint": str(target), "bytes": result.nbytes, "tensors": result.tensors})

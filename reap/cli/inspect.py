@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from reap.cli.options import Json, Trust
+
+if TYPE_CHECKING:
+    from reap.artifacts.manifest import FileCheck
 
 T = TypeVar("T")
 
@@ -20,10 +23,14 @@ def inspect(
             metavar="FILE", help="Saliency, plan or evaluation file, or a checkpoint directory."
         ),
     ],
+    verify: Annotated[
+        bool,
+        typer.Option(help="Hash a checkpoint's files; else only look whether they are there."),
+    ] = True,
     trust_remote_code: Trust = False,
     json: Json = False,
 ) -> None:
-    """Print what is in a file or a checkpoint."""
+    """Print what is in a file; check a checkpoint."""
     from reap.artifacts import Evaluation, Plan, Saliency
     from reap.cli import show
     from reap.cli.output import data_on_stdout, print_json
@@ -43,8 +50,15 @@ def inspect(
     if file.is_dir():
         from reap.models.source import open_source
 
+        files = _checked_files(file, hashing=verify)
         source = open_source(str(file), trust_remote_code=trust_remote_code)
-        shown(source, show.checkpoint_figures, show.show_checkpoint)
+        figures = show.checkpoint_figures(source)
+        if json:
+            print_json(figures | {"files": show.files_figures(files)})
+            return
+        with data_on_stdout():
+            show.show_checkpoint(source)
+            show.show_files(files)
         return
     kind = _kind(file)
     if kind == "reap.plan":
@@ -55,6 +69,24 @@ def inspect(
         shown(Saliency.load(file), show.saliency_figures, show.show_saliency)
     else:
         raise ArtifactError(f"{file} is not a file that reap wrote.")
+
+
+def _checked_files(checkpoint: Path, *, hashing: bool) -> list[FileCheck]:
+    """Empty for a checkpoint without a manifest. Raises CheckpointError, naming what is damaged."""
+    from reap.artifacts.manifest import MANIFEST, check_manifest
+    from reap.cli.output import progress_bar
+    from reap.errors import CheckpointError
+
+    if not (checkpoint / MANIFEST).exists():
+        return []
+    with progress_bar("B") as progress:
+        files = check_manifest(checkpoint, hashing=hashing, progress=progress)
+    damaged = [f"{file.path} is {file.status}" for file in files if file.damaged]
+    if damaged:
+        raise CheckpointError(
+            f"{checkpoint} is damaged: {', '.join(damaged)}.", "export it again, or copy it again"
+        )
+    return files
 
 
 def _kind(file: Path) -> str | None:

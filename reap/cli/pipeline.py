@@ -152,6 +152,7 @@ class Pipeline:
             self.directory.checkpoint,
             trust=self.trust,
             force=self.force,
+            resume=not self.force,
         )
 
     def _checkpoint_misfit(self) -> str:

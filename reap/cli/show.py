@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from reap.cli.output import say, table
 from reap.planning import format_size
 
 if TYPE_CHECKING:
+    from reap.artifacts.manifest import FileCheck
+    from reap.export import Outline
     from reap.models.source import SourceModel
     from reap.planning import PlanDiff, PlanSettings
 
@@ -293,3 +296,54 @@ def show_checkpoint(source: SourceModel) -> None:
             banks = " + ".join(f"{size} {format}" for size, format in zip(sizes, formats))
             rows.append([str(layer), str(kept), banks])
     table("Experts", ["layer", "kept", "banks"], rows)
+
+
+def outline_figures(outline: Outline, plan: Plan, out: Path) -> Figures:
+    """Files, bytes by bank, bytes to read, and the room that there is."""
+    from reap.export import free_space
+
+    water = plan.waterfall
+    parts = ("trunk", "router", "high", "low", "carried")
+    return {
+        "checkpoint": str(out),
+        "shards": [
+            {"file": shard.name, "bytes": shard.nbytes, "tensors": len(shard.tensors)}
+            for shard in outline.shards
+        ],
+        "copied": [{"file": name, "bytes": size} for name, size in outline.copied.items()],
+        "tensors": outline.tensors,
+        "bytes": {name: getattr(water, name) for name in parts} | {"total": outline.nbytes},
+        "read_bytes": outline.read_bytes,
+        "free_bytes": free_space(out)[1],
+    }
+
+
+def show_outline(outline: Outline, plan: Plan, out: Path) -> None:
+    figures = outline_figures(outline, plan, out)
+    shards = [[s["file"], str(s["tensors"]), f"{s['bytes']:,}"] for s in figures["shards"]]
+    copied = [[f["file"], "", f"{f['bytes']:,}"] for f in figures["copied"]]
+    table(f"{out} would hold", ["file", "tensors", "bytes"], shards + copied)
+    names = {
+        "trunk": "trunk",
+        "router": "routers",
+        "high": "experts, high bank",
+        "low": "experts, low bank",
+        "carried": "carried, not loaded",
+        "total": "all tensors",
+    }
+    sizes = [(names[name], size) for name, size in figures["bytes"].items()]
+    table("Bytes", ["", "bytes", ""], [[n, f"{size:,}", format_size(size)] for n, size in sizes])
+    say(
+        f"{figures['tensors']:,} tensors, {format_size(outline.need())} to write with the copied "
+        f"files, and a config, an index, a card and checksums; {format_size(outline.read_bytes)} "
+        f"to read; {format_size(figures['free_bytes'])} free."
+    )
+
+
+def files_figures(files: Sequence[FileCheck]) -> list[Figures]:
+    return [asdict(file) for file in files]
+
+
+def show_files(files: Sequence[FileCheck]) -> None:
+    rows = [[f.path, f"{f.nbytes:,}", f.sha256[:16], f.status] for f in files]
+    table("Files", ["file", "bytes", "sha256", ""], rows)

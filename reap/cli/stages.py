@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from reap.calibrate import CalibrationSettings
     from reap.calibrate.estimate import Estimate
     from reap.evaluate import EvaluationSettings
-    from reap.export import ExportResult
+    from reap.export import ExportResult, Outline
     from reap.models.ranks import Ranks
     from reap.planning import PlanSettings
 
@@ -176,20 +176,23 @@ def plan(
 
 def export(
     model: str,
-    plan: Path,
+    plan_file: Path,
     saliency: Path,
     out: Path,
     *,
+    plan: Plan | None = None,
     format: str = "mlx",
     trust: bool = False,
     force: bool = False,
+    resume: bool = False,
 ) -> ExportResult:
     """Source model, plan file and, if the plan needs it, saliency file → checkpoint directory.
 
-    `format`: "mlx" or "hf".
+    `plan`: what is in `plan_file`, if it is loaded already. `format`: "mlx" or "hf". An export that
+    was cut off leaves `<out>.partial`, which `resume` takes up and `force` removes.
     """
     check_output(out, force, directory=True)
-    made = Plan.load(plan)
+    made = plan or Plan.load(plan_file)
 
     from reap.export import export as write_mlx
     from reap.export import export_hf
@@ -200,16 +203,39 @@ def export(
         raise ReapError(f"{out} is the source model.", "name another directory with --out")
     with progress_bar("layers") as progress:
         if format == "hf":
-            return export_hf(source, made, out, plan_file=plan, force=force, progress=progress)
+            return export_hf(
+                source,
+                made,
+                out,
+                plan_file=plan_file,
+                force=force,
+                resume=resume,
+                progress=progress,
+            )
         return write_mlx(
             source,
             made,
             out,
-            plan_file=plan,
+            plan_file=plan_file,
             saliency=saliency,
             force=force,
+            resume=resume,
             progress=progress,
         )
+
+
+def outline(
+    model: str, plan: Plan, saliency: Path, *, format: str = "mlx", trust: bool = False
+) -> Outline:
+    """What `export` would write; writes nothing."""
+    from reap.export import outline as outline_mlx
+    from reap.export import outline_hf
+    from reap.models.source import open_source
+
+    source = open_source(model, trust_remote_code=trust)
+    if format == "hf":
+        return outline_hf(source, plan)
+    return outline_mlx(source, plan, saliency=saliency)
 
 
 def evaluate(

@@ -4,7 +4,16 @@
 """
 
 from reap.export.card import add_measurement
-from reap.export.export import ExportResult, export
-from reap.export.hf import export_hf
+from reap.export.export import ExportResult, Outline, export, free_space, outline
+from reap.export.hf import export_hf, outline_hf
 
-__all__ = ["ExportResult", "add_measurement", "export", "export_hf"]
+__all__ = [
+    "ExportResult",
+    "Outline",
+    "add_measurement",
+    "export",
+    "export_hf",
+    "free_space",
+    "outline",
+    "outline_hf",
+]

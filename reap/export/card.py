@@ -8,6 +8,7 @@ from pathlib import Path
 
 from reap.artifacts import Evaluation, Format, ModelSpec, Plan
 from reap.artifacts.evaluation import Estimate
+from reap.artifacts.manifest import renew
 from reap.models.checkpoint import origin
 
 _START = "<!-- reap:measured -->"
@@ -112,6 +113,7 @@ def add_measurement(checkpoint: Path, evaluation: Evaluation) -> None:
     after = rest.split(_END, 1)[1]
     table = "\n".join([_START, *_measured(evaluation), _END])
     card.write_text(before + table + after, encoding="utf-8")
+    renew(checkpoint, card.name)
 
 
 def _measured(evaluation: Evaluation) -> list[str]:

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
 from reap.artifacts import LayerPlan, ModelSpec, Plan
-from reap.artifacts.files import refuse_existing, sha256, written_whole
+from reap.artifacts.files import recover, refuse_existing, remove, sha256
+from reap.artifacts.manifest import MANIFEST, write_manifest
+from reap.artifacts.partial import sync
 from reap.errors import ReapError
 from reap.export.card import model_card
+from reap.export.content import Content
 from reap.export.low_bank import LowBank
+from reap.export.partial import PartialExport, fingerprint, partial_export
 from reap.export.verify import verify
-from reap.export.writer import ShardWriter
+from reap.export.writer import Shard, shards, write_index, write_shards
 from reap.models.checkpoint import ORIGIN
-from reap.models.quantize import dequantized, quantized, requantized
 from reap.models.source import RUNTIME, SourceModel
 from reap.progress import Progress, silent
 
 # Weights and what describes them are written anew; everything else beside them is carried over.
-_NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".gguf", ".pth")
+_NOT_COPIED = (".safetensors", ".safetensors.index.json", ".bin", ".gguf", ".pth", ".pt", ".onnx")
+_WRITTEN = ("config.json", "README.md", RUNTIME.name, MANIFEST, ORIGIN)
+
+# A directory with more than that is no set of templates.
+_SMALL_DIRECTORY = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,44 @@ class ExportResult:
     tensors: int
 
 
+@dataclass(frozen=True)
+class Outline:
+    """What an export writes: shards, and bytes of the files that are copied, by relative path.
+
+    `read_bytes` are read of the source's tensors.
+    """
+
+    shards: Sequence[Shard]
+    copied: dict[str, int]
+    read_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(shard.nbytes for shard in self.shards)
+
+    @property
+    def tensors(self) -> int:
+        return sum(len(shard.tensors) for shard in self.shards)
+
+    def need(self, done: Sequence[str] = ()) -> int:
+        """Bytes still to be written when the shards `done` are there."""
+        left = sum(shard.nbytes for shard in self.shards if shard.name not in done)
+        return left + sum(self.copied.values())
+
+
+def outline(source: SourceModel, plan: Plan, *, saliency: Path | None = None) -> Outline:
+    """What `export` would write; reads headers only. Raises ReapError as `export` does."""
+    spec = source.spec()
+    check_plan(source, plan, spec)
+    return _outline(Content(source, plan, spec, LowBank(plan, saliency)))
+
+
+def _outline(content: Content) -> Outline:
+    copied = copied_sizes(content.source.checkpoint.path)
+    return Outline(shards(content.sizes), copied, content.read_bytes())
+
+
 def export(
     source: SourceModel,
     plan: Plan,
@@ -44,53 +89,86 @@ def export(
     plan_file: Path,
     saliency: Path | None = None,
     force: bool = False,
+    resume: bool = False,
     progress: Progress = silent,
 ) -> ExportResult:
     """Write `plan` applied to `source` as a checkpoint directory `out`.
 
     The directory appears only when everything is written and has been loaded again and checked.
-    `saliency`: the file the plan was made from; only read if the plan has a low bank whose rounding
-    is weighted or with feedback.
-    Raises ReapError if plan and model do not belong together, the disk is too small or a check
-    fails.
+    An export that ends before leaves `<out>.partial` if a shard is done, which `resume` takes up
+    and `force` removes. `saliency`: the file the plan was made from; needed if the plan has a low
+    bank whose rounding is weighted or with feedback, else it makes the check of the low bank
+    stricter.
+    Raises ReapError if plan and model do not belong together, the disk is too small, a check fails
+    or another process writes `out`.
     """
+    recover(out)
     refuse_existing(out, force)
-    _check_target(out, source.checkpoint.path, plan_file)
+    check_target(out, source.checkpoint.path, plan_file)
     spec = source.spec()
     check_plan(source, plan, spec)
     low_bank = LowBank(plan, saliency)
     config = checkpoint_config(source, plan, spec, plan_file)
-    _check_space(out, plan.waterfall.weights + plan.waterfall.carried)
-    with written_whole(out, force=force) as partial:
-        partial.mkdir()
-        writer = ShardWriter(partial)
-        total = len(source.layers) + 1
-        for index in range(len(source.layers)):
-            progress(f"writing layer {index} ({index + 1} of {len(source.layers)})", index, total)
-            writer.add(_layer_tensors(source, plan, spec, index, low_bank))
-            writer.evaluate()
-            mx.clear_cache()
-        progress("writing the rest", len(source.layers), total)
-        trunk = source.trunk_weights()
-        writer.add(_with_formats(trunk, plan, spec))
-        writer.add(source.checkpoint.load(source.carried_names()))
-        writer.close()
-        _copy_files(source.checkpoint.path, partial)
-        if "model_file" in config:
-            shutil.copyfile(RUNTIME, partial / RUNTIME.name)
-        (partial / "README.md").write_text(model_card(plan, spec), encoding="utf-8")
-        text = json.dumps(config, indent=2, ensure_ascii=False)
-        (partial / "config.json").write_text(text + "\n", encoding="utf-8")
-        progress("checking what was written", total, total)
-        tensors = verify(partial, source, plan, spec)
-        loaded = writer.total_bytes - spec.carried_bytes
-        if loaded != plan.waterfall.weights:
-            raise ReapError(
-                f"the export has {loaded:,} bytes of weights, the plan says "
-                f"{plan.waterfall.weights:,}.",
-                "this is a bug in reap; please report it with the plan",
+    content = Content(source, plan, spec, low_bank)
+    made = _outline(content)
+    made_of = fingerprint(source, plan_file, low_bank.file)
+    loaded = made.nbytes - spec.carried_bytes
+    if loaded != plan.waterfall.weights:
+        raise ReapError(
+            f"the export has {loaded:,} bytes of weights, the plan says "
+            f"{plan.waterfall.weights:,}.",
+            "this is a bug in reap; please report it with the plan",
+        )
+    with partial_export(out, made_of, resume=resume, force=force) as partial:
+        check_space(out, made.need(list(partial.done)), begun=bool(partial.done))
+        write_shards(content, made.shards, partial, progress)
+        folder = partial.checkpoint
+        _write_rest(folder, source, made, config, model_card(plan, spec))
+        progress("checking what was written", 0, 1)
+        with checked(partial, out):
+            tensors = verify(
+                folder, source, plan, spec, saliency=low_bank.saliency, progress=progress
             )
-        return ExportResult(out, writer.total_bytes, loaded, tensors)
+    return ExportResult(out, made.nbytes, loaded, tensors)
+
+
+def _write_rest(
+    folder: Path, source: SourceModel, made: Outline, config: dict[str, Any], card: str
+) -> None:
+    """All files but the shards."""
+    write_index(folder, made.shards)
+    copy_files(source.checkpoint.path, folder)
+    if "model_file" in config:
+        shutil.copyfile(RUNTIME, folder / RUNTIME.name)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+
+
+@contextmanager
+def checked(partial: PartialExport, out: Path) -> Iterator[None]:
+    """Check the export inside; then it gets its manifest and its place, or is removed."""
+    try:
+        yield
+    except ReapError:
+        partial.remove()  # taking it up again would end here again
+        raise
+    folder = partial.checkpoint
+    remove(folder / "__pycache__")  # the check has run reap_model.py
+    write_manifest(folder, partial.done | digests(folder, partial.done))
+    partial.finish(out)
+
+
+def digests(folder: Path, known: dict[str, str]) -> dict[str, str]:
+    """Have all files on the disk; sha256 of those that are not known, by relative path."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if name not in known:
+            sync(path)
+            if path.is_file():
+                found[name] = sha256(path)
+    return found
 
 
 def check_plan(source: SourceModel, plan: Plan, spec: ModelSpec) -> None:
@@ -200,7 +278,7 @@ def _check_bytes(spec: ModelSpec, plan: Plan) -> None:
             )
 
 
-def _check_target(out: Path, source: Path, plan_file: Path) -> None:
+def check_target(out: Path, source: Path, plan_file: Path) -> None:
     """Keep --force from replacing anything but an earlier checkpoint."""
     target = out.resolve()
     for kind, path in (("source model", source.resolve()), ("plan", plan_file.resolve())):
@@ -210,76 +288,20 @@ def _check_target(out: Path, source: Path, plan_file: Path) -> None:
         raise ReapError(f"{out} is not a checkpoint: it is not overwritten.", "name another --out")
 
 
-def _check_space(out: Path, need: int) -> None:
-    parent = next(p for p in out.absolute().parents if p.exists())
-    free = shutil.disk_usage(parent).free
+def free_space(out: Path) -> tuple[Path, int]:
+    """The directory that `out` would be made in, or above it, and how many bytes are free there."""
+    parent = next(parent for parent in out.absolute().parents if parent.exists())
+    return parent, shutil.disk_usage(parent).free
+
+
+def check_space(out: Path, need: int, *, begun: bool = False) -> None:
+    parent, free = free_space(out)
     if free < need:
+        more = " more" if begun else ""
         raise ReapError(
-            f"the checkpoint needs {need:,} bytes, {parent} has {free:,} free.",
+            f"the checkpoint needs {need:,} bytes{more}, {parent} has {free:,} free.",
             "free space, or choose another place with --out",
         )
-
-
-def _layer_tensors(
-    source: SourceModel, plan: Plan, spec: ModelSpec, index: int, low_bank: LowBank
-) -> dict[str, mx.array]:
-    """All tensors of one decoder layer by full module path."""
-    layer = next((entry for entry in plan.layers if entry.layer == index), None)
-    weights = source.layer_weights(index, layer.kept if layer else None)
-    prefix = source.layer_prefix(index)
-    experts = f"{source.family.experts}."
-    tensors = {n: a for n, a in weights.items() if layer is None or not n.startswith(experts)}
-    out = _with_formats({f"{prefix}.{n}": a for n, a in tensors.items()}, plan, spec)
-    if layer is not None:
-        stacked = {n.removeprefix(experts): a for n, a in weights.items() if n.startswith(experts)}
-        out |= _expert_tensors(stacked, layer, plan, spec, low_bank)
-    return out
-
-
-def _expert_tensors(
-    stacked: dict[str, mx.array],
-    layer: LayerPlan,
-    plan: Plan,
-    spec: ModelSpec,
-    low_bank: LowBank,
-) -> dict[str, mx.array]:
-    """The banks of one layer from its kept experts, which are in bank order already."""
-    moe = next(moe for moe in spec.moe_layers if moe.layer == layer.layer)
-    formats = plan.quantization
-    banks = {".high": slice(0, layer.high), ".low": slice(layer.high, None)}
-    if not layer.split:
-        banks = {"": slice(0, None)}
-    out: dict[str, mx.array] = {}
-    for bank, rows in banks.items():
-        is_low = bank == ".low" or (not bank and not layer.high)
-        for projection in moe.projections:
-            path = f"{moe.experts}{bank}.{projection.name}"
-            arrays = {
-                name.removeprefix(f"{projection.name}."): array[rows]
-                for name, array in stacked.items()
-                if name.startswith(f"{projection.name}.")
-            }
-            quantize = low_bank.quantizer(layer.layer, projection.name) if is_low else quantized
-            stored = requantized(arrays, projection.format, formats[path], quantize)
-            out |= {f"{path}.{name}": array for name, array in stored.items()}
-    return out
-
-
-def _with_formats(tensors: dict[str, mx.array], plan: Plan, spec: ModelSpec) -> dict[str, mx.array]:
-    """Store the matrices outside the experts as planned; the rest stays as it is."""
-    out = dict(tensors)
-    stored = {module.path: module.format for module in spec.modules}
-    for path, format in plan.trunk.items():
-        if f"{path}.weight" not in out:
-            continue
-        parts = {
-            leaf: out.pop(f"{path}.{leaf}")
-            for leaf in ("weight", "scales", "biases")
-            if f"{path}.{leaf}" in out
-        }
-        made = quantized(dequantized(parts, stored[path]), format)
-        out |= {f"{path}.{leaf}": array for leaf, array in made.items()}
-    return out
 
 
 def checkpoint_config(
@@ -319,9 +341,31 @@ def checkpoint_config(
     return config
 
 
-def _copy_files(source: Path, out: Path) -> None:
-    """Tokenizer, templates, generation config, custom code and licences, untouched."""
-    for file in sorted(source.iterdir()):
-        written = file.name in ("config.json", "README.md", ORIGIN, RUNTIME.name)
-        if file.is_file() and not written and not file.name.endswith(_NOT_COPIED):
-            shutil.copyfile(file, out / file.name)
+def copied_files(source: Path) -> list[Path]:
+    """Tokenizer, templates, generation config, custom code and licences, to be left untouched.
+
+    Of directories, the small ones without weights (additional_chat_templates): others hold the
+    model once more, in another format (original, onnx), or a tool's own files (.cache).
+    """
+    found = []
+    for path in sorted(source.iterdir()):
+        if path.is_file() and path.name not in _WRITTEN and not path.name.endswith(_NOT_COPIED):
+            found.append(path)
+        elif path.is_dir() and not path.name.startswith("."):
+            files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+            small = sum(file.stat().st_size for file in files) <= _SMALL_DIRECTORY
+            if small and not any(file.name.endswith(_NOT_COPIED) for file in files):
+                found += files
+    return found
+
+
+def copied_sizes(source: Path) -> dict[str, int]:
+    """Bytes of the files that are copied, by relative path."""
+    return {str(file.relative_to(source)): file.stat().st_size for file in copied_files(source)}
+
+
+def copy_files(source: Path, out: Path) -> None:
+    for file in copied_files(source):
+        target = out / file.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)

@@ -23,19 +23,23 @@ from typing import Any
 import mlx.core as mx
 
 from reap.artifacts import ModelSpec, Plan
-from reap.artifacts.files import refuse_existing, sha256, write_json, written_whole
+from reap.artifacts.files import recover, refuse_existing, sha256, write_json
 from reap.errors import CheckpointError, ReapError
 from reap.export.card import model_card
 from reap.export.export import (
     ExportResult,
-    _check_space,
-    _check_target,
-    _copy_files,
+    Outline,
     check_plan,
+    check_space,
+    check_target,
+    checked,
+    copied_sizes,
+    copy_files,
 )
-from reap.export.verify import _check_forward
-from reap.export.writer import SHARD_BYTES
-from reap.models.checkpoint import INDEX, ORIGIN, Checkpoint, TensorInfo, open_checkpoint
+from reap.export.partial import PartialExport, fingerprint, partial_export
+from reap.export.verify import check_forward
+from reap.export.writer import SHARD_BYTES, Shard, settle, write_index
+from reap.models.checkpoint import ORIGIN, Checkpoint, TensorInfo, open_checkpoint
 from reap.models.formats import SCALE_SUFFIX
 from reap.models.source import SourceModel
 from reap.progress import Progress, silent
@@ -66,6 +70,37 @@ class Piece:
         return sum(size for _, size in self.ranges(info))
 
 
+def outline_hf(source: SourceModel, plan: Plan) -> Outline:
+    """What `export_hf` would write; reads headers only. Raises ReapError as `export_hf` does."""
+    return _outline(source, _pieces_of(source, plan, source.spec()))
+
+
+def _pieces_of(source: SourceModel, plan: Plan, spec: ModelSpec) -> list[Piece]:
+    """Raises ReapError for a plan that is not of this model or that the layout cannot hold."""
+    _check_uniform(plan)
+    pieces = _pieces(source, plan)
+    check_plan(source, plan, spec)
+    _check_bank(plan, spec)
+    return pieces
+
+
+def _outline(source: SourceModel, pieces: Sequence[Piece]) -> Outline:
+    """The pieces in their order, in files of at most SHARD_BYTES."""
+    tensors = source.checkpoint.tensors
+    files: list[dict[str, int]] = [{}]
+    for piece in pieces:
+        nbytes = piece.nbytes(tensors[piece.source])
+        if files[-1] and sum(files[-1].values()) + nbytes > SHARD_BYTES:
+            files.append({})
+        files[-1][piece.name] = nbytes
+    shards = [
+        Shard(f"model-{number:05d}-of-{len(files):05d}.safetensors", {None: sizes})
+        for number, sizes in enumerate(files, 1)
+    ]
+    total = sum(shard.nbytes for shard in shards)
+    return Outline(shards, copied_sizes(source.checkpoint.path), total)
+
+
 def export_hf(
     source: SourceModel,
     plan: Plan,
@@ -73,39 +108,41 @@ def export_hf(
     *,
     plan_file: Path,
     force: bool = False,
+    resume: bool = False,
     progress: Progress = silent,
 ) -> ExportResult:
     """Write `plan` applied to `source` as a checkpoint directory `out` in the source's layout.
 
     The directory appears only when every tensor has been compared with the source and a forward
-    pass is finite. `nbytes` of the result are those of the files, which are fewer than planned
-    where the source is FP8: plans count what mlx-lm loads. Raises ReapError for a plan that the
-    layout cannot hold (see the module), an MLX source, another model's plan, a small disk.
+    pass is finite; `force` and `resume` as in `export`. `nbytes` of the result are those of the
+    files, which are fewer than planned where the source is FP8: plans count what mlx-lm loads.
+    Raises ReapError for a plan that the layout cannot hold (see the module), an MLX source, another
+    model's plan, a small disk, and as `export` does.
     """
+    recover(out)
     refuse_existing(out, force)
-    _check_target(out, source.checkpoint.path, plan_file)
-    _check_uniform(plan)
-    pieces = _pieces(source, plan)
+    check_target(out, source.checkpoint.path, plan_file)
     spec = source.spec()
-    check_plan(source, plan, spec)
-    _check_bank(plan, spec)
+    pieces = _pieces_of(source, plan, spec)
     config = _config(source, plan)
-    tensors = source.checkpoint.tensors
-    total = sum(piece.nbytes(tensors[piece.source]) for piece in pieces)
-    _check_space(out, total)
-    with written_whole(out, force=force) as partial:
-        partial.mkdir()
-        _write_shards(partial, source.checkpoint, pieces, progress)
-        _copy_files(source.checkpoint.path, partial)
+    made = _outline(source, pieces)
+    made_of = fingerprint(source, plan_file, None) | {"the layout": "hf"}
+    with partial_export(out, made_of, resume=resume, force=force) as partial:
+        check_space(out, made.need(list(partial.done)), begun=bool(partial.done))
+        _write_shards(source.checkpoint, pieces, made.shards, partial, progress)
+        folder = partial.checkpoint
+        write_index(folder, made.shards)
+        copy_files(source.checkpoint.path, folder)
         card = model_card(plan, spec, layout="hf")
-        (partial / "README.md").write_text(card, encoding="utf-8")
-        write_json(partial / ORIGIN, _origin(plan, spec, plan_file))
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        write_json(folder / ORIGIN, _origin(plan, spec, plan_file))
         text = json.dumps(config, indent=2, ensure_ascii=False)
-        (partial / "config.json").write_text(text + "\n", encoding="utf-8")
+        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
         progress("checking what was written", len(pieces), len(pieces))
-        _verify(partial, source, plan, pieces)
-    carried = sum(tensors[name].nbytes for name in source.carried_names())
-    return ExportResult(out, total, total - carried, len(pieces))
+        with checked(partial, out):
+            _verify(folder, source, plan, pieces)
+    carried = sum(source.checkpoint.tensors[name].nbytes for name in source.carried_names())
+    return ExportResult(out, made.nbytes, made.nbytes - carried, len(pieces))
 
 
 # What the layout can hold
@@ -268,38 +305,26 @@ def _origin(plan: Plan, spec: ModelSpec, plan_file: Path) -> dict[str, Any]:
 
 
 def _write_shards(
-    directory: Path, checkpoint: Checkpoint, pieces: Sequence[Piece], progress: Progress
+    checkpoint: Checkpoint,
+    pieces: Sequence[Piece],
+    shards: Sequence[Shard],
+    partial: PartialExport,
+    progress: Progress,
 ) -> None:
-    shards = list(_shards(checkpoint, pieces))
-    weight_map: dict[str, str] = {}
-    total = done = 0
+    """Write the shards that are not done."""
+    done = 0
     for number, shard in enumerate(shards, start=1):
         progress(f"writing shard {number} of {len(shards)}", done, len(pieces))
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        total += _write_shard(directory / file, checkpoint, shard)
-        weight_map |= dict.fromkeys((piece.name for piece in shard), file)
-        done += len(shard)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (directory / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+        held = pieces[done : done + len(shard.tensors)]
+        if shard.name not in partial.done:
+            path = partial.checkpoint / shard.name
+            _write_shard(path, checkpoint, held)
+            partial.shard_done(shard.name, settle(path))
+        done += len(held)
 
 
-def _shards(checkpoint: Checkpoint, pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """`pieces` in their order, as many at a time as fit into SHARD_BYTES."""
-    shard: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        nbytes = piece.nbytes(checkpoint.tensors[piece.source])
-        if shard and size + nbytes > SHARD_BYTES:
-            yield shard
-            shard, size = [], 0
-        shard.append(piece)
-        size += nbytes
-    if shard:
-        yield shard
-
-
-def _write_shard(path: Path, checkpoint: Checkpoint, shard: Sequence[Piece]) -> int:
-    """One safetensors file, copied in chunks; the bytes of its tensors.
+def _write_shard(path: Path, checkpoint: Checkpoint, shard: Sequence[Piece]) -> None:
+    """One safetensors file, copied in chunks.
 
     Wide types come first, as the reference writer has it, so that every tensor is aligned.
     """
@@ -328,7 +353,6 @@ def _write_shard(path: Path, checkpoint: Checkpoint, shard: Sequence[Piece]) -> 
             info = tensors[piece.source]
             for chunk in _chunks(checkpoint.path / info.file, piece.ranges(info)):
                 out.write(chunk)
-    return end
 
 
 def _chunks(path: Path, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
@@ -365,7 +389,7 @@ def _verify(directory: Path, source: SourceModel, plan: Plan, pieces: Sequence[P
         for name in source.family.router:
             if not mx.array_equal(found[name], expected[name]).item():
                 raise CheckpointError(f"layer {layer.layer}: {name} is not in the plan's order.")
-    _check_forward(written)
+    check_forward(written)
 
 
 def _same_bytes(ours: Iterator[bytes], theirs: Iterator[bytes]) -> bool:

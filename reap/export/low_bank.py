@@ -20,14 +20,22 @@ class LowBank:
     def __init__(self, plan: Plan, saliency: Path | None) -> None:
         self._rounding = plan.low_rounding
         self._position = {layer.layer: position for position, layer in enumerate(plan.layers)}
-        self._moments: SecondMoments | None = None
         affine = any(format.mode == "affine" for format in plan.low.values())
-        if (
-            plan.low_rounding in NEEDS_MOMENTS
-            and affine
-            and any(layer.low for layer in plan.layers)
-        ):
-            self._moments = _moments(plan, saliency)
+        has_low = any(layer.low for layer in plan.layers)
+        self._weighted = plan.low_rounding in NEEDS_MOMENTS and affine and has_low
+        self.file = saliency if self._weighted else None
+        """What the files that are written depend on."""
+        self.saliency: Saliency | None = None
+        """What is known of the experts, to check them by; None if the plan's file is not there."""
+        if self._weighted:
+            self.saliency = _needed(plan, saliency)
+        elif has_low and saliency is not None and saliency.exists():
+            planned = plan.provenance.inputs.get("saliency")
+            self.saliency = Saliency.load(saliency) if sha256(saliency) == planned else None
+
+    @property
+    def _moments(self) -> SecondMoments | None:
+        return self.saliency.moments if self._weighted and self.saliency else None
 
     def quantizer(self, layer: int, projection: str) -> Quantizer:
         """For one projection of the experts in a decoder layer."""
@@ -41,7 +49,7 @@ class LowBank:
         )
 
 
-def _moments(plan: Plan, saliency: Path | None) -> SecondMoments:
+def _needed(plan: Plan, saliency: Path | None) -> Saliency:
     if saliency is None or not saliency.exists():
         where = "" if saliency is None else f", but {saliency} does not exist"
         raise ReapError(
@@ -65,4 +73,4 @@ def _moments(plan: Plan, saliency: Path | None) -> SecondMoments:
             f"{saliency} has no {lacking} to round the low bank by.",
             "calibrate again, or plan with low_rounding search",
         )
-    return loaded.moments
+    return loaded

@@ -10,23 +10,39 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from reap.artifacts import Format, ModelSpec, Plan
+from reap.artifacts import Format, ModelSpec, Plan, Saliency
 from reap.errors import CheckpointError, ReapError
+from reap.export.content import experts_of
+from reap.export.samples import Samples, check_same
+from reap.export.writer import check_finite
 from reap.models.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from reap.models.source import SourceModel
 from reap.models.stream import LayerStream
+from reap.progress import Progress, silent
+
+# Bytes of a tensor that is compared with the source's whole, once more after it was written.
+_SMALL = 2**20
 
 _SCALES = {"mxfp4": "U8", "mxfp8": "U8", "nvfp4": "U8"}
 _DENSE = {"F32": 32, "BF16": 16, "F16": 16}
 
 
-def verify(directory: Path, source: SourceModel, plan: Plan, spec: ModelSpec) -> int:
+def verify(
+    directory: Path,
+    source: SourceModel,
+    plan: Plan,
+    spec: ModelSpec,
+    *,
+    saliency: Saliency | None = None,
+    progress: Progress = silent,
+) -> int:
     """Check a written checkpoint against plan and source; the number of tensors.
 
     Checked: mlx-lm loads it strictly (no missing or extra tensor, every shape); every path has
-    exactly its bits, planned or as in the source; whatever keeps the source's format has the
-    source's bytes (experts, router rows, trunk, carried tensors); nothing is NaN or infinite; a
-    forward pass over a few tokens is finite. Raises ReapError.
+    exactly its bits, planned or as in the source; of what keeps the source's format, small tensors
+    and samples of every layer's experts have the source's bytes, and samples of the others give
+    its outputs (see samples); nothing is NaN or infinite, nor are the logits of a few tokens.
+    What is written is read once, one layer at a time; of the source, the samples. Raises ReapError.
     """
     checkpoint = open_checkpoint(str(directory))
     carried = source.carried_names()
@@ -34,12 +50,28 @@ def verify(directory: Path, source: SourceModel, plan: Plan, spec: ModelSpec) ->
     _check_formats(checkpoint, plan, spec)
     written = SourceModel(checkpoint)
     for name in carried:
-        _check_same(checkpoint.load([name])[name], source.checkpoint.load([name])[name], name)
-    _check_tensors(written.trunk_weights(), source.trunk_weights(), "", plan.trunk)
+        ours, theirs = (c.load([name]) for c in (checkpoint, source.checkpoint))
+        check_finite(ours)
+        _check_tensors(ours, theirs, "", ())
+    trunk = written.trunk_weights()
+    check_finite(trunk)
+    _check_tensors(trunk, source.trunk_weights(), "", plan.trunk)
+    del trunk
+    samples = Samples(written, source, plan, spec, saliency)
     for index in range(spec.num_layers):
-        _check_layer(written, source, plan, spec, index)
+        progress(f"checking layer {index}", index, 2 * spec.num_layers)
+        if index in samples.layers:
+            kept, some = samples.layers[index].kept, samples.ids(index)
+            theirs = source.layer_weights(index, kept, some=some)
+            samples.check(index, experts_of(source, theirs))
+            experts = f"{source.family.experts}."
+            theirs = {n: array for n, array in theirs.items() if not n.startswith(experts)}
+        else:
+            theirs = source.layer_weights(index)
+        ours = written.layer_weights(index)
+        _check_tensors(ours, theirs, f"{source.layer_prefix(index)}.", plan.trunk)
         mx.clear_cache()
-    _check_forward(written)
+    check_forward(written, progress)
     return len(checkpoint.tensors)
 
 
@@ -85,66 +117,31 @@ def _check_format(tensors: dict[str, TensorInfo], path: str, format: Format) -> 
         raise CheckpointError(f"{path} is not stored as {format.label}.")
 
 
-def _check_layer(
-    written: SourceModel, source: SourceModel, plan: Plan, spec: ModelSpec, index: int
-) -> None:
-    """One decoder layer: finite, and what keeps the source's format has the source's bytes."""
-    ours = written.layer_weights(index)
-    prefix = f"{source.layer_prefix(index)}."
-    layer = next((entry for entry in plan.layers if entry.layer == index), None)
-    theirs = source.layer_weights(index, layer.kept if layer else None)
-    if layer is not None:
-        experts = f"{source.family.experts}."
-        stacked = {name: theirs.pop(name) for name in list(theirs) if name.startswith(experts)}
-        bank = f"{experts}high." if layer.split else experts
-        moe = next(moe for moe in spec.moe_layers if moe.layer == index)
-        for projection in moe.projections if layer.high else ():
-            if plan.high[projection.name] == projection.format:
-                for name, array in stacked.items():
-                    leaf = name.removeprefix(experts)
-                    if leaf.startswith(f"{projection.name}."):
-                        theirs[bank + leaf] = array[: layer.high]
-    _check_tensors(ours, theirs, prefix, plan.trunk)
-
-
 def _check_tensors(
     ours: dict[str, mx.array], theirs: dict[str, mx.array], prefix: str, changed: Container[str]
 ) -> None:
-    """All of `ours` is finite; what is in `theirs`, too, is equal unless its path is `changed`."""
-    _check_finite(ours, prefix)
-    for name, original in theirs.items():
-        if f"{prefix}{name.rpartition('.')[0]}" not in changed:
-            _check_same(ours[name], original, f"{prefix}{name}")
+    """What is in `theirs` and small is equal, unless its path is `changed`."""
+    check_same(
+        {
+            f"{prefix}{name}": (ours[name], original)
+            for name, original in theirs.items()
+            if original.nbytes <= _SMALL and f"{prefix}{name.rpartition('.')[0]}" not in changed
+        }
+    )
 
 
-def _check_same(ours: mx.array, theirs: mx.array, name: str) -> None:
-    if ours.dtype != theirs.dtype or not mx.array_equal(ours, theirs).item():
-        raise CheckpointError(f"{name} differs from the source.")
-
-
-def _check_finite(tensors: dict[str, mx.array], prefix: str) -> None:
-    for name, array in tensors.items():
-        if name.endswith(".scales") and array.dtype == mx.uint8:
-            # NaN is 255 in E8M0, 127 in the E4M3 of nvfp4, which has 16 codes of 4 bits a group.
-            codes = 8 * tensors[f"{name.removesuffix('.scales')}.weight"].shape[-1]
-            bad = mx.any(array == 255).item()
-            if codes == 16 * array.shape[-1]:
-                bad = mx.any(mx.bitwise_and(array, 127) == 127).item()
-        elif mx.issubdtype(array.dtype, mx.floating):
-            bad = not mx.all(mx.isfinite(array)).item()
-        else:
-            continue
-        if bad:
-            raise CheckpointError(f"{prefix}{name} holds a value that is not finite.")
-
-
-def _check_forward(written: SourceModel, tokens: int = 16) -> None:
-    vocabulary = written.vocabulary
-    ids = np.linspace(0, vocabulary - 1, tokens).astype(np.int32)
+def check_forward(written: SourceModel, progress: Progress = silent, tokens: int = 4) -> None:
+    """Every layer as mlx-lm runs it, on a few tokens."""
+    count = len(written.layers)
+    ids = np.linspace(0, written.vocabulary - 1, tokens).astype(np.int32)
     written.load_trunk()
     with LayerStream(written.model, written.layers, [mx.array(ids)[None]]) as stream:
-        for index in range(len(written.layers)):
+        for index, layer in enumerate(written.layers):
+            progress(f"running layer {index}", count + index, 2 * count)
             written.load_layer(index)
+            arrays = dict(tree_flatten(layer.parameters()))
+            check_finite(arrays, f"{written.layer_prefix(index)}.")
+            del arrays
             stream.step(0)
             written.release_layer(index)
         if not mx.all(mx.isfinite(stream.finish(0))).item():

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 import struct
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from reap.artifacts.files import sha256
 from reap.errors import CheckpointError
@@ -20,6 +23,11 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 INDEX = "model.safetensors.index.json"
 ORIGIN = "reap.json"
 """What an export in a foreign layout carries instead of config["reap"]."""
+_DTYPES = {
+    **{"U8": mx.uint8, "U16": mx.uint16, "U32": mx.uint32, "U64": mx.uint64},
+    **{"I8": mx.int8, "I16": mx.int16, "I32": mx.int32, "I64": mx.int64},
+    **{"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32},
+}
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,25 @@ class Checkpoint:
                 joined.append((self.path / file, offset, size))
         return joined
 
+    def stamp(self) -> str:
+        """A digest of the shards' names, sizes and times of change: another one, other weights."""
+        files = {}
+        for file in sorted({tensor.file for tensor in self.tensors.values()}):
+            status = (self.path / file).stat()
+            files[file] = [status.st_size, status.st_mtime_ns]
+        return hashlib.sha256(json.dumps(files).encode()).hexdigest()
+
+    def rows(self, name: str, ids: Sequence[int]) -> mx.array:
+        """Some entries of a tensor's first axis; nothing else of it is read."""
+        info = self.tensors[name]
+        size = info.nbytes // info.shape[0]
+        with open(self.path / info.file, "rb") as file:
+            content = b"".join(
+                os.pread(file.fileno(), size, info.offset + size * row) for row in ids
+            )
+        raw = mx.array(np.frombuffer(content, np.uint8))
+        return raw.view(_DTYPES[info.dtype]).reshape(len(ids), *info.shape[1:])
+
     def load(self, names: Iterable[str]) -> dict[str, mx.array]:
         """The named tensors as lazy arrays: bytes are read when they are evaluated."""
         by_file: dict[str, list[str]] = defaultdict(list)
@@ -87,7 +114,12 @@ class Checkpoint:
             by_file[self.tensors[name].file].append(name)
         arrays: dict[str, mx.array] = {}
         for file, wanted in by_file.items():
-            shard: Any = mx.load(str(self.path / file))
+            try:
+                shard: Any = mx.load(str(self.path / file))
+            except RuntimeError as error:
+                raise CheckpointError(
+                    f"{self.path / file} cannot be read any more: {error}", "is it being changed?"
+                ) from None
             arrays.update((name, shard[name]) for name in wanted)
         return arrays
 
@@ -175,7 +207,7 @@ def _tensors(path: Path) -> dict[str, TensorInfo]:
         )
     tensors: dict[str, TensorInfo] = {}
     for file in files:
-        tensors.update(_read_header(path, file))
+        tensors.update(read_header(path, file))
     lost = sorted(set(weight_map) - set(tensors))
     if lost:
         raise CheckpointError(
@@ -185,8 +217,11 @@ def _tensors(path: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _read_header(path: Path, file: str) -> dict[str, TensorInfo]:
-    """Header layout: little-endian u64 length, JSON, then the data (safetensors format)."""
+def read_header(path: Path, file: str) -> dict[str, TensorInfo]:
+    """What a shard says it holds, its size checked. Raises CheckpointError.
+
+    Layout: little-endian u64 length, JSON, then the data (safetensors format).
+    """
     size = (path / file).stat().st_size
     with open(path / file, "rb") as shard:
         prefix = shard.read(8)

@@ -61,6 +61,8 @@ class SourceModel:
         self._fp8 = formats.fp8_block(checkpoint, self.config, self.family, self.loaded_names())
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._prefetched: Prefetch | None = None
+        self._checked: set[int] = set()
+        self._expert_names: dict[str, tuple[str, int, str] | None] = {}
         absent = [i for i in range(len(self.layers)) if i not in self._names]
         if absent:
             raise CheckpointError(f"{checkpoint.path} has no tensors for layer {absent[0]}.")
@@ -154,45 +156,76 @@ class SourceModel:
         finally:
             setattr(args, name, before)
 
-    def layer_weights(self, index: int, kept: tuple[int, ...] | None = None) -> dict[str, mx.array]:
+    def layer_weights(
+        self,
+        index: int,
+        kept: tuple[int, ...] | None = None,
+        *,
+        some: tuple[int, ...] | None = None,
+    ) -> dict[str, mx.array]:
         """Lazy weights of one decoder layer by module path relative to the layer.
 
         `kept`: the experts to take, in that order, renumbered from 0; router tensors follow.
-        Experts that the source stores apart and that are not kept are never read.
+        `some`: other experts to take in their place, while router tensors follow `kept`.
+        Experts that the source stores apart and that are not taken are never read.
         """
         names = self._names[index]
-        self._check_experts(index, names)
+        if index not in self._checked:
+            self._check_experts(index, names)
+            self._checked.add(index)
         if kept is None or index not in self.moe_layers:
             return self._sanitized(self.checkpoint.load(names), self.layer_prefix(index))
-        position = {expert: slot for slot, expert in enumerate(kept)}
+        taken = kept if some is None else some
+        position = {expert: slot for slot, expert in enumerate(taken)}
         renamed: dict[str, str] = {}
         apart = False
         for name in names:
-            match = self.family.source_expert.fullmatch(name)
-            if match is None:
+            parts = self._expert_name(name)
+            if parts is None:
                 renamed[name] = name
                 continue
             apart = True
-            slot = position.get(int(match["expert"]))
+            head, expert, tail = parts
+            slot = position.get(expert)
             if slot is not None:
-                renamed[name] = f"{match['head']}{slot}{match['tail']}"
+                renamed[name] = f"{head}{slot}{tail}"
         arrays = {renamed[n]: array for n, array in self.checkpoint.load(renamed).items()}
-        with self._pretend_experts(len(kept) if apart else self.num_experts):
+        with self._pretend_experts(len(taken) if apart else self.num_experts):
             weights = self._sanitized(arrays, self.layer_prefix(index))
-        take = mx.array(kept)
         for name, array in weights.items():
             stacked = not apart and name.startswith(f"{self.family.experts}.")
             if stacked or self._is_router(name):
-                weights[name] = mx.contiguous(mx.take(array, take, axis=0))
+                rows = mx.array(taken if stacked else kept)
+                weights[name] = mx.contiguous(mx.take(array, rows, axis=0))
         return weights
+
+    def experts_apart(self, index: int) -> bool:
+        """Whether a layer's experts are tensors of their own, so that some can be read alone."""
+        return any(self._expert_name(name) for name in self._names[index])
+
+    def read_names(self, index: int | None, kept: Sequence[int] | None = None) -> list[str]:
+        """What `layer_weights` reads in the end; of None, `trunk_weights`."""
+        names, experts = self._names[index], set(kept or ())
+        if index is None or kept is None:
+            return list(names)
+        parts = [(name, self._expert_name(name)) for name in names]
+        return [name for name, part in parts if part is None or part[1] in experts]
+
+    def _expert_name(self, name: str) -> tuple[str, int, str] | None:
+        """What is before and after the number of an expert in a tensor's name, and the number."""
+        if name not in self._expert_names:
+            match = self.family.source_expert.fullmatch(name)
+            parts = None if match is None else (match["head"], int(match["expert"]), match["tail"])
+            self._expert_names[name] = parts
+        return self._expert_names[name]
 
     def _check_experts(self, index: int, names: Sequence[str]) -> None:
         """Whether all experts that are stored apart are there and alike, by the headers."""
         found: dict[tuple[str, str], dict[int, tuple[int, ...]]] = defaultdict(dict)
         for name in names:
-            if match := self.family.source_expert.fullmatch(name):
+            if parts := self._expert_name(name):
                 shape = self.checkpoint.tensors[name].shape
-                found[match["head"], match["tail"]][int(match["expert"])] = shape
+                found[parts[0], parts[2]][parts[1]] = shape
         held = {expert for shapes in found.values() for expert in shapes}
         if held and held != set(range(self.num_experts)):
             raise CheckpointError(
