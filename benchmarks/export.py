@@ -114,7 +114,7 @@ def child(path: Path, plan_file: Path, saliency: Path, out: Path) -> None:
     making = _counted(content.Content, "tensors")
     writing = _counted(sys.modules["reap.export.export"], "write_shards")
     checking = _counted(sys.modules["reap.export.export"], "verify")
-    settling = _counted(writer, "settle")
+    settling = _counted(writer, "sha256")
     start_measuring()
     base, start = peak_bytes(), time.perf_counter()
     export(source, plan, out, plan_file=plan_file, saliency=saliency)
@@ -275,8 +275,9 @@ def main() -> None:
                 f"{found['layers']} layers, {found['kind']}: {found['seconds']:.1f} s, of which "
                 f"reading and rounding "
                 f"{found['making_seconds']:.1f} s ({found['rounded_bytes'] / 1e6:.0f} MB rounded), "
-                f"saving and comparing {found['writing_seconds'] - found['making_seconds']:.1f} s, "
-                f"final check {found['check_seconds']:.1f} s; fsync and sha256 beside that "
+                f"saving, comparing and fsync "
+                f"{found['writing_seconds'] - found['making_seconds']:.1f} s, "
+                f"final check {found['check_seconds']:.1f} s; sha256 beside that "
                 f"{found['hashing_seconds']:.1f} s"
             )
     if options.json:

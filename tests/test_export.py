@@ -543,7 +543,7 @@ def test_force_replaces_all_of_it(old: Path) -> None:
 
 
 FAULTS: dict[tuple[Any, str], BaseException] = {
-    (writing, "settle"): OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+    (writing, "sync"): OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
     (exporting, "partial_export"): OSError(errno.EACCES, os.strerror(errno.EACCES)),
     (importlib.import_module("reap.export.content"), "requantized"): RuntimeError("out of memory"),
     (exporting, "verify"): CheckpointError("damaged on the way"),

@@ -24,6 +24,7 @@ import mlx.core as mx
 
 from reap.artifacts import ModelSpec, Plan
 from reap.artifacts.files import recover, refuse_existing, sha256, write_json
+from reap.artifacts.partial import sync
 from reap.errors import CheckpointError, ReapError
 from reap.export.card import model_card
 from reap.export.export import (
@@ -38,7 +39,7 @@ from reap.export.export import (
 )
 from reap.export.partial import PartialExport, fingerprint, partial_export
 from reap.export.verify import check_forward
-from reap.export.writer import SHARD_BYTES, Shard, settle, write_index
+from reap.export.writer import SHARD_BYTES, Shard, write_index
 from reap.models.checkpoint import ORIGIN, Checkpoint, TensorInfo, open_checkpoint
 from reap.models.formats import SCALE_SUFFIX
 from reap.models.source import SourceModel
@@ -319,7 +320,8 @@ def _write_shards(
         if shard.name not in partial.done:
             path = partial.checkpoint / shard.name
             _write_shard(path, checkpoint, held)
-            partial.shard_done(shard.name, settle(path))
+            sync(path)
+            partial.shard_done(shard.name, sha256(path))
         done += len(held)
 
 

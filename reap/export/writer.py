@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from reap.artifacts.files import sha256
 from reap.artifacts.partial import sync
 from reap.errors import CheckpointError
 from reap.export.content import Content, Part
@@ -103,8 +103,9 @@ def write_shards(
                     path = partial.checkpoint / shard.name
                     arrays = _read(content, shard, progress)
                     _save(path, arrays)
-                    digest = worker.submit(settle, path)
+                    digest = worker.submit(sha256, path)
                     _check_same(path, arrays)
+                    sync(path)  # here, as it would hold up the saving of the next one
                     arrays.clear()
                     mx.clear_cache()
                     commit()
@@ -137,13 +138,6 @@ def _save(path: Path, arrays: dict[str, mx.array]) -> None:
         mx.save_safetensors(str(path), arrays, metadata={"format": "mlx"})
     except RuntimeError as error:
         raise OSError(f"{error} (is the disk full?)") from error
-
-
-def settle(path: Path) -> str:
-    """Have a shard on the disk; its sha256."""
-    sync(path)
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check_same(path: Path, arrays: Mapping[str, mx.array]) -> None:
