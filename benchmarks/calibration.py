@@ -27,7 +27,9 @@ from reap.models.text import batches, load_texts, load_tokenizer, sequences
 
 
 def settings(tokens: int, probe: int = 0) -> CalibrationSettings:
-    return CalibrationSettings(tokens, 256, 1024, probe)
+    return CalibrationSettings(
+        tokens=tokens, sequence_length=256, batch_tokens=1024, probe_tokens=probe
+    )
 
 
 def child(path: Path, tokens: int, probe: int, spill: bool) -> None:

@@ -64,7 +64,7 @@ def provenance(saliency: Saliency, digest: str, command: str) -> Provenance:
         command=command,
         model=spec.model,
         revision=spec.revision,
-        config_sha256=spec.config_sha256,
+        model_sha256=spec.model_sha256,
         inputs={"saliency": digest},
         corpora=saliency.provenance.corpora,
     )

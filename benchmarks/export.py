@@ -56,7 +56,7 @@ def made_up(spec: ModelSpec) -> Saliency:
         for p in spec.moe_layers[0].projections
     }
     return Saliency(
-        provenance=Provenance("", "", spec.model, "", spec.config_sha256, {}),
+        provenance=Provenance("", "", spec.model, "", spec.model_sha256, {}),
         spec=spec,
         domains=("all",),
         count=count,
@@ -80,7 +80,7 @@ def make_files(path: Path, kind: str, folder: Path) -> tuple[Path, Path]:
     measured = made_up(spec)
     measured.save(saliency, force=True)
     inputs = {"saliency": sha256(saliency)}
-    provenance = Provenance("", "", spec.model, "", spec.config_sha256, inputs)
+    provenance = Provenance("", "", spec.model, "", spec.model_sha256, inputs)
     size = spec.trunk_bytes() + 2 * spec.experts_bytes
     plan = make_plan(measured, PlanSettings(size=size, low="2bit"), provenance=provenance)
     count = spec.num_experts

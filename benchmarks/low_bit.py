@@ -144,7 +144,7 @@ def divergences(saliency: Saliency, tokens: int) -> dict[tuple[Format, str], lis
                         command="benchmarks/low_bit.py",
                         model=spec.model,
                         revision=spec.revision,
-                        config_sha256=spec.config_sha256,
+                        model_sha256=spec.model_sha256,
                         inputs={"saliency": sha256(file)},
                     ),
                 )

@@ -179,7 +179,7 @@ def hand_plan(
     one_bank = not any(layer.split for layer in layers)
     even = len({(len(layer.kept), layer.high > 0) for layer in layers}) == 1
     return Plan(
-        provenance=Provenance("0.1.0", "", spec.model, spec.revision, spec.config_sha256, {}),
+        provenance=Provenance("0.1.0", "", spec.model, spec.revision, spec.model_sha256, {}),
         model_type=spec.model_type,
         num_layers=spec.num_layers,
         num_experts=spec.num_experts,

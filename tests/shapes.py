@@ -85,7 +85,7 @@ def _spec(
     return ModelSpec(
         model=model,
         revision="",
-        config_sha256=model,
+        model_sha256=model,
         model_type=model_type,
         parameters=sum(m.elements for m in modules.found) + len(moe) * experts * 3 * hidden * inner,
         num_layers=layers,
@@ -278,7 +278,7 @@ def published_saliency(spec: ModelSpec, *, seed: int = 0, sensitivity: bool = Tr
     largest = norm / np.maximum(count, 1) * rng.lognormal(1.0, 0.2, norm.shape)
     seen = np.full((2, 2, layers), tokens // 2)
     output = energy.sum(axis=2)
-    provenance = Provenance("0", "", spec.model, "", spec.config_sha256, {})
+    provenance = Provenance("0", "", spec.model, "", spec.model_sha256, {})
     total = energy.mean(axis=0)
     order = rank(total)
     ranked = np.take_along_axis(total, order, axis=1)

@@ -45,7 +45,7 @@ def make_spec() -> ModelSpec:
     return ModelSpec(
         model="tiny",
         revision="r1",
-        config_sha256="c0",
+        model_sha256="c0",
         model_type="tiny_moe",
         parameters=9,
         num_layers=3,
@@ -226,7 +226,7 @@ def test_plan_refuses_other_files(tmp_path: Path) -> None:
     message = edited(path, lambda data: data.update(format="reap.evaluation"))
     assert message == f"{path} is a reap.evaluation file; expected reap.plan."
     message = edited(path, lambda data: data.update(format_version=3))
-    assert message == f"{path} has reap.plan version 3; this reap reads versions up to 2."
+    assert message == f"{path} has reap.plan version 3; this reap reads version 2."
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_saliency_refuses_other_files(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as caught:
         Saliency.load(path)
     assert caught.value.message == (
-        f"{path} has reap.saliency version 3; this reap reads versions up to 2."
+        f"{path} has reap.saliency version 3; this reap reads version 2."
     )
     assert caught.value.hint == (
         "make it again with this version of reap, or use the reap that wrote it"
@@ -488,14 +488,11 @@ def test_how_low_bits_were_rounded_survives_the_file(tmp_path: Path) -> None:
     assert loaded is not None and loaded.low_rounding == "weighted"
 
 
-def test_a_plan_keeps_its_rounding_and_older_plans_are_plain(tmp_path: Path) -> None:
+def test_a_plan_keeps_its_rounding(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     replace(make_plan(), low_rounding="search").save(file)
     assert Plan.load(file).low_rounding == "search"
     data = json.loads(file.read_text())
-    del data["low_rounding"]
-    file.write_text(json.dumps(data | {"format_version": 1}))
-    assert Plan.load(file).low_rounding == "plain"
     file.write_text(json.dumps(data | {"low_rounding": "up"}))
     with pytest.raises(ArtifactError, match="low_rounding is 'up'"):
         Plan.load(file)

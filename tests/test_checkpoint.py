@@ -349,3 +349,15 @@ def test_the_state_has_the_bytes_of_a_real_cache(tmp_path: Path, tokens: int) ->
     narrower = 2 * 3 * config["num_heads"] * config["head_dim"] * 3
     spec = open_source(str(k3)).spec()
     assert spec.state_bytes(tokens) - state_nbytes(k3, tokens) == narrower
+
+
+def test_a_model_is_known_by_its_weights_too(tiny_k3: Path, tmp_path: Path) -> None:
+    copy, tuned = tmp_path / "copy", tmp_path / "tuned"
+    shutil.copytree(tiny_k3, copy, copy_function=shutil.copyfile)
+    shutil.copytree(tiny_k3, tuned)
+    for file in tuned.glob("*.safetensors"):
+        tensors = {name: array * 1.01 if array.dtype in (mx.bfloat16, mx.float32) else array
+                   for name, array in mx.load(str(file)).items()}  # fmt: skip
+        mx.save_safetensors(str(file), tensors, metadata={"format": "mlx"})
+    mine, same, other = (open_checkpoint(str(path)).model_sha256 for path in (tiny_k3, copy, tuned))
+    assert mine == same != other

@@ -450,7 +450,7 @@ def test_merged_runs_are_one_run_over_both(domains: Path, empty: Path) -> None:
 def test_merge_refuses_what_does_not_add_up(domains: Path, empty: Path) -> None:
     one = domains / "math" / "saliency.safetensors"
     saliency = Saliency.load(one)
-    spec = replace(saliency.spec, config_sha256="c0ffee", model="other")
+    spec = replace(saliency.spec, model_sha256="c0ffee", model="other")
     replace(saliency, spec=spec).save(empty / "other.safetensors")
     before = snapshot(empty)
 

@@ -157,7 +157,7 @@ def saliency(spec: ModelSpec) -> Saliency:
 
 
 def provenance(spec: ModelSpec) -> Provenance:
-    return Provenance("0.1.0", "reap plan", spec.model, "", spec.config_sha256, {"saliency": "s0"})
+    return Provenance("0.1.0", "reap plan", spec.model, "", spec.model_sha256, {"saliency": "s0"})
 
 
 # Formats
@@ -266,7 +266,7 @@ def test_config_says_what_was_kept(family: str, shape: str, trunk: str) -> None:
         made.plan.layout,
         made.spec.num_experts,
     )
-    assert about["plan_sha256"] and about["source_config_sha256"] == made.spec.config_sha256
+    assert about["plan_sha256"] and about["source_model_sha256"] == made.spec.model_sha256
     quantization = after.pop("quantization", {})
     modes = {key: quantization.pop(key) for key in ("bits", "group_size", "mode") if quantization}
     assert bool(modes) == bool(quantization)
@@ -296,7 +296,7 @@ def test_the_card_names_the_plan(tmp_path: Path) -> None:
     assert f"{kept:,} of {64 * 5:,} routed experts are kept, {high:,} of them as mxfp4" in card
     assert f"and {kept - high:,} as 2-bit g128. Layout: two-bank." in card
     assert f"**{made.plan.waterfall.weights:,}**" in card
-    assert made.spec.config_sha256 in card
+    assert made.spec.model_sha256 in card
 
 
 # Verification
@@ -705,8 +705,8 @@ def test_a_missing_plan_file_is_found_before_anything_is_written(tmp_path: Path)
 def test_a_plan_for_another_model_is_refused(tmp_path: Path) -> None:
     models.write_qwen3_moe(tmp_path / "other-model", experts=12, layers=4, mlp_only_layers=[1])
     made = exported(*QWEN)
-    mine, other = made.spec.config_sha256[:12], None
-    other = open_checkpoint(str(tmp_path / "other-model")).config_sha256[:12]
+    mine, other = made.spec.model_sha256[:12], None
+    other = open_checkpoint(str(tmp_path / "other-model")).model_sha256[:12]
     with pytest.raises(ReapError, match=rf"{made.spec.model}.*{mine}.*other-model.*{other}"):
         exports.write(tmp_path / "other-model", made.plan, tmp_path / "out")
 

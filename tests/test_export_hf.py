@@ -377,7 +377,7 @@ def test_an_mlx_source_is_refused(quantize: bool, tmp_path: Path) -> None:
 
 def test_another_models_plan_is_refused(tmp_path: Path) -> None:
     plan = plan_of("qwen3_moe")
-    other = replace(plan, provenance=replace(plan.provenance, config_sha256="0" * 64))
+    other = replace(plan, provenance=replace(plan.provenance, model_sha256="0" * 64))
     refused("qwen3_moe", other, tmp_path, "the plan was made for")
 
 

@@ -50,7 +50,7 @@ def saliency_file(calibrated, tmp_path_factory):
 def planned(saliency: Saliency, digest: str, **settings) -> Plan:
     spec = saliency.spec
     provenance = Provenance(
-        "0", "", spec.model, spec.revision, spec.config_sha256, {"saliency": digest}
+        "0", "", spec.model, spec.revision, spec.model_sha256, {"saliency": digest}
     )
     size = spec.trunk_bytes() + spec.experts_bytes // 2
     return make_plan(saliency, PlanSettings(size=size, **settings), provenance=provenance)

@@ -87,7 +87,7 @@ def make_spec(
     return ModelSpec(
         model="tiny",
         revision="",
-        config_sha256="c0",
+        model_sha256="c0",
         model_type="tiny_moe",
         parameters=1,
         num_layers=layers + 1,

@@ -60,7 +60,7 @@ def make_spec(model: str, layers: int, experts: int, top_k: int, width: int) -> 
     return ModelSpec(
         model=model,
         revision="abc123",
-        config_sha256="c" * 64,
+        model_sha256="c" * 64,
         model_type="kimi_k3",
         parameters=layers * experts * 3 * width * width,
         num_layers=layers + 1,
@@ -470,7 +470,7 @@ def test_one_document_gives_no_interval(
 
 
 def test_files_of_different_models_are_refused(saliency: Saliency, plan: Plan) -> None:
-    foreign = replace(plan, provenance=replace(plan.provenance, config_sha256="d" * 64))
+    foreign = replace(plan, provenance=replace(plan.provenance, model_sha256="d" * 64))
     with pytest.raises(ArtifactError, match=r"config cccccccccccc.*config dddddddddddd"):
         ReportData.build(saliency, foreign)
     with pytest.raises(ArtifactError, match="4 MoE layers of 32 experts, the plan 3 of 32"):

@@ -271,7 +271,11 @@ def test_experts_never_get_more_rows_than_one_call_takes(
 
     monkeypatch.setattr(SwitchGLU, "__call__", counted)
     monkeypatch.setattr("reap.models.source.ROWS_PER_CALL", 200)
-    run(checkpoint, tmp_path / "p", CalibrationSettings(600, 64, 10**6, 100))
+    run(
+        checkpoint,
+        tmp_path / "p",
+        CalibrationSettings(tokens=600, sequence_length=64, batch_tokens=10**6, probe_tokens=100),
+    )
     assert 100 < max(seen) <= 200
 
 
@@ -283,7 +287,7 @@ def test_weights_are_read_once(tmp_path: Path) -> None:
     source = open_source(str(path))
     texts = load_texts(["math"], split="calibration")
     size = source.checkpoint.nbytes
-    settings = CalibrationSettings(100, 32, 64, 40)
+    settings = CalibrationSettings(tokens=100, sequence_length=32, batch_tokens=64, probe_tokens=40)
     calibrate(open_source(str(models.embedded_model())), texts, settings)  # imports are done
     start = read_bytes()
     source.spec()

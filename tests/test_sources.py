@@ -31,7 +31,7 @@ from reap.planning.precision import choose_precision
 
 Floats = npt.NDArray[np.float32]
 
-SHORT = CalibrationSettings(100, 32, 64, 40)
+SHORT = CalibrationSettings(tokens=100, sequence_length=32, batch_tokens=64, probe_tokens=40)
 
 # Widths that blocks do not divide, blocks that are not square, both types of scale in use.
 FP8: dict[str, tuple[str, tuple[int, int], mx.Dtype]] = {
@@ -115,7 +115,7 @@ def test_fp8_is_the_product_of_codes_and_block_scales(kind: str) -> None:
             assert found[name].dtype == array.dtype, name
             assert mx.array_equal(found[name], array), name
     assert ours.spec() == replace(
-        theirs.spec(), model="source", config_sha256=ours.checkpoint.config_sha256
+        theirs.spec(), model="source", model_sha256=ours.checkpoint.model_sha256
     )
 
 

@@ -19,7 +19,7 @@ from reap.artifacts.provenance import Provenance
 from reap.errors import ArtifactError
 
 FORMAT = "reap.evaluation"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)

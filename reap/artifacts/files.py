@@ -118,14 +118,14 @@ def read_json(path: Path, *, format: str, version: int) -> dict[str, Any]:
 
 
 def check_envelope(path: Path, data: Any, *, format: str, version: int) -> None:
-    """Raise ArtifactError unless `data` says it is `format` of at most `version`."""
+    """Raise ArtifactError unless `data` says it is `format` in a version this reap can read."""
     found = data.get("format") if isinstance(data, dict) else None
     if found != format:
         what = f"a {found} file" if found else "not a reap file"
         raise ArtifactError(f"{path} is {what}; expected {format}.")
-    if data.get("format_version") not in range(1, version + 1):
+    if data.get("format_version") != version:
         raise ArtifactError(
             f"{path} has {format} version {data.get('format_version')}; "
-            f"this reap reads versions up to {version}.",
+            f"this reap reads version {version}.",
             "make it again with this version of reap, or use the reap that wrote it",
         )

@@ -194,7 +194,7 @@ class Plan:
             lower_bound=data["lower_bound"],
             alternatives=data["alternatives"],
             settings=data["settings"],
-            low_rounding=data.get("low_rounding", "plain"),
+            low_rounding=data["low_rounding"],
         )
 
     def _check(self, path: Path, data: dict[str, Any]) -> None:

@@ -21,16 +21,17 @@ class Corpus:
 class Provenance:
     """What a file was computed from.
 
-    `inputs` maps the name of an input file to its sha256; `config_sha256` is of the model's
-    config.json; `revision` is the hub commit or "" for a local directory; `settings` are the
-    choices the stage ran with (a plan has its own), empty where they were not recorded.
+    `inputs` maps the name of an input file to its sha256; `model_sha256` identifies the model
+    (see `reap.models.checkpoint.Checkpoint`); `revision` is the hub commit or "" for a local
+    directory; `settings` are the choices the stage ran with (a plan has its own), empty where they
+    were not recorded.
     """
 
     reap_version: str
     command: str
     model: str
     revision: str
-    config_sha256: str
+    model_sha256: str
     inputs: dict[str, str]
     corpora: tuple[Corpus, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)

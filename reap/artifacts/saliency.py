@@ -22,7 +22,6 @@ Ints = NDArray[np.int64]
 
 FORMAT = "reap.saliency"
 VERSION = 2
-"""1: without the rounding of the low bank and second moments."""
 
 CRITERIA: dict[str, str] = {
     "reap": "Σ g‖f‖ / count: mean over the routed tokens (REAP, arXiv 2510.13999)",
@@ -168,7 +167,7 @@ class Saliency:
         kept. Second moments are added, or taken from the run that has them. Raises ArtifactError
         if the runs are not of the same model.
         """
-        for name in ("config_sha256", "num_experts", "top_k"):
+        for name in ("model_sha256", "num_experts", "top_k"):
             mine, theirs = getattr(self.spec, name), getattr(other.spec, name)
             if mine != theirs:
                 raise ArtifactError(
@@ -255,8 +254,9 @@ class Saliency:
             measurement = None
             if measured:
                 formats = tuple(Format(**f) for f in header["measured_formats"])
-                rounding = header.get("measured_rounding", "plain")
-                measurement = Measurement(formats=formats, low_rounding=rounding, **measured)
+                measurement = Measurement(
+                    formats=formats, low_rounding=header["measured_rounding"], **measured
+                )
             return cls(
                 provenance=Provenance.from_json(header["provenance"]),
                 spec=ModelSpec.from_json(header["spec"]),

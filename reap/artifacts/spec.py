@@ -140,7 +140,7 @@ class ModelSpec:
 
     model: str
     revision: str
-    config_sha256: str
+    model_sha256: str
     model_type: str
     parameters: int
     num_layers: int

@@ -48,7 +48,7 @@ from reap.models.text import (
 from reap.progress import Progress, silent
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CalibrationSettings:
     """`tokens`: limit over all domains; `documents`: whether one that is longer than a sequence is
     split into several or truncated to its first; `probe_tokens`: how many tokens the drop curve,
@@ -136,7 +136,7 @@ def calibrate(
             command=command,
             model=spec.model,
             revision=spec.revision,
-            config_sha256=spec.config_sha256,
+            model_sha256=spec.model_sha256,
             inputs={text.source: text.sha256 for text in read},
             corpora=corpora(read, parts),
             settings=settings.to_json(),

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +26,8 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from reap import __version__
+from reap.artifacts.files import sha256
+from reap.artifacts.partial import code_sha256, write_synced
 from reap.errors import ReapError
 from reap.models.ranks import Ranks
 from reap.models.source import SourceModel
@@ -43,20 +44,16 @@ def fingerprint(
     settings: dict[str, Any],
 ) -> dict[str, Any]:
     """Everything that the result depends on, by the name that a person knows it by."""
-    files = {}
-    for path in _weight_files(source):
-        status = path.stat()
-        files[path.name] = [status.st_size, status.st_mtime_ns]
     tokens = hashlib.sha256()
     for part in parts:
         tokens.update(np.array([part.domain, part.document, *part.tokens], "<i8").tobytes())
     found = {
         "reap's version": __version__,
-        "reap's code": _code(),
+        "reap's code": code_sha256(("models", "calibrate")),
         "mlx's version": version("mlx"),
         "the device": str(mx.default_device().type),
-        "the model's config.json": source.checkpoint.config_sha256,
-        _WEIGHTS: hashlib.sha256(json.dumps(files).encode()).hexdigest(),
+        "the model's config.json": sha256(source.checkpoint.path / "config.json"),
+        _WEIGHTS: source.checkpoint.stamp(),
         "the texts": [text.source for text in texts],
     }
     found |= {f"the text of {text.source}": text.sha256 for text in texts}
@@ -68,11 +65,6 @@ _WEIGHTS = "the model's weights"
 _TOKENS = "the tokens"
 
 
-def _weight_files(source: SourceModel) -> list[Path]:
-    files = sorted({tensor.file for tensor in source.checkpoint.tensors.values()})
-    return [source.checkpoint.path / file for file in files]
-
-
 def check_alike(source: SourceModel, known: dict[str, Any], ranks: Ranks) -> None:
     """Raise ReapError if the ranks have not the same model, text, settings and versions.
 
@@ -81,7 +73,7 @@ def check_alike(source: SourceModel, known: dict[str, Any], ranks: Ranks) -> Non
     """
     if ranks.size == 1:
         return
-    mine = known | {_WEIGHTS: _sampled(_weight_files(source))}
+    mine = known | {_WEIGHTS: source.checkpoint.model_sha256}
     first, *others = map(json.loads, ranks.gather(json.dumps(mine).encode()))
     for rank, theirs in enumerate(others, 1):
         if names := _changed(first, theirs):
@@ -91,35 +83,12 @@ def check_alike(source: SourceModel, known: dict[str, Any], ranks: Ranks) -> Non
             )
 
 
-def _sampled(files: Sequence[Path], spots: int = 32, length: int = 4096) -> str:
-    """sha256 of the files' names, sizes, and `spots` pieces of each."""
-    digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
-        with open(path, "rb", buffering=0) as file:
-            for spot in range(spots):
-                file.seek(max(0, size - length) * spot // (spots - 1))
-                digest.update(file.read(length))
-    return digest.hexdigest()
-
-
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     names = [*now, *(name for name in before if name not in now)]
     changed = [name for name in names if before.get(name) != now.get(name)]
     if len(changed) > 1:  # the tokens differ because of something else
         changed = [name for name in changed if name != _TOKENS]
     return changed
-
-
-def _code() -> str:
-    """sha256 of the source of what computes the sums."""
-    package = Path(__file__).parents[1]
-    digest = hashlib.sha256()
-    for folder in ("models", "calibrate"):
-        for file in sorted((package / folder).glob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 class PartialRun:
@@ -247,21 +216,10 @@ class PartialRun:
         self._before = state
 
     def _replace(self, path: Path, content: bytes) -> None:
-        partial = path.with_name(path.name + ".partial")
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            with open(partial, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-            folder = os.open(self.directory, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            write_synced(path, content)
         except OSError as error:
-            partial.unlink(missing_ok=True)
             raise ReapError(
                 f"could not write {path}: {error.strerror or error}",
                 "make room, then go on with --resume" if self.layers_done else None,

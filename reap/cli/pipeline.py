@@ -52,7 +52,7 @@ class Pipeline:
         recipe, directory = self.recipe, self.directory
         self.texts = load_texts(recipe.texts, split="calibration")
         self.evaluation_texts = load_texts(recipe.evaluation_texts, split="evaluation")
-        self.model_sha256 = open_checkpoint(recipe.model).config_sha256
+        self.model_sha256 = open_checkpoint(recipe.model).model_sha256
         todo = [
             Stage("calibrate", directory.saliency, self._saliency_misfit, self._calibrate),
             Stage("plan", directory.plan, self._plan_misfit, self._plan),
@@ -121,7 +121,7 @@ class Pipeline:
 
     def _saliency_misfit(self) -> str:
         saliency = Saliency.load(self.directory.saliency)
-        if saliency.spec.config_sha256 != self.model_sha256:
+        if saliency.spec.model_sha256 != self.model_sha256:
             return f"it is of {saliency.spec.model}, not of {self.recipe.model}"
         settings = self._calibration()
         return _changed(saliency.provenance.settings, settings.to_json()) or _texts_changed(
@@ -181,10 +181,12 @@ class Pipeline:
         )
 
     def _evaluation_misfit(self) -> str:
+        from reap.models.checkpoint import open_checkpoint
+
         provenance = Evaluation.load(self.directory.evaluation).provenance
-        if provenance.config_sha256 != sha256(self.directory.checkpoint / "config.json"):
+        if provenance.model_sha256 != open_checkpoint(str(self.directory.checkpoint)).model_sha256:
             return "it is of another checkpoint"
-        if provenance.inputs.get("reference config.json") != self.model_sha256:
+        if provenance.inputs.get("reference model") != self.model_sha256:
             return f"its reference is not {self.recipe.model}"
         settings = self._evaluation()
         return _changed(provenance.settings, asdict(settings)) or _texts_changed(

@@ -309,7 +309,7 @@ def _provenance(spec: ModelSpec, inputs: dict[str, str], corpora: Sequence[Corpu
         command=command_line(),
         model=spec.model,
         revision=spec.revision,
-        config_sha256=spec.config_sha256,
+        model_sha256=spec.model_sha256,
         inputs=inputs,
         corpora=tuple(corpora),
     )

@@ -110,7 +110,7 @@ def evaluate_all(
             mine.add(batch, _score(batch, own, base))
     inputs = {text.source: text.sha256 for text in read}
     if reference is not None:
-        inputs["reference config.json"] = reference.checkpoint.config_sha256
+        inputs["reference model"] = reference.checkpoint.model_sha256
     return [
         Evaluation(
             provenance=Provenance(
@@ -118,7 +118,7 @@ def evaluate_all(
                 command=command,
                 model=model.checkpoint.name,
                 revision=model.checkpoint.revision,
-                config_sha256=model.checkpoint.config_sha256,
+                model_sha256=model.checkpoint.model_sha256,
                 inputs=inputs | _plan_input(model),
                 corpora=corpora(read, parts),
                 settings=asdict(settings),

@@ -65,7 +65,7 @@ def model_card(plan: Plan, spec: ModelSpec, *, layout: str | None = None) -> str
         "## Provenance",
         "",
         f"- source: {spec.model} {spec.revision}".rstrip(),
-        f"- source config.json sha256: `{spec.config_sha256}`",
+        f"- source sha256 (config.json and samples of the weights): `{spec.model_sha256}`",
         f"- reap {plan.provenance.reap_version}, `{plan.provenance.command or 'library call'}`",
     ]
     lines += [f"- {name} sha256: `{digest}`" for name, digest in plan.provenance.inputs.items()]
@@ -102,9 +102,9 @@ def add_measurement(checkpoint: Path, evaluation: Evaluation) -> None:
     card, config = checkpoint / "README.md", checkpoint / "config.json"
     if not card.exists() or not config.exists():
         return
-    compared = evaluation.provenance.inputs.get("reference config.json")
+    compared = evaluation.provenance.inputs.get("reference model")
     made_of = origin(checkpoint, json.loads(config.read_text("utf-8")))
-    if compared not in (None, made_of.get("source_config_sha256")):
+    if compared not in (None, made_of.get("source_model_sha256")):
         return  # the card says "source's" of the figures beside its own
     text = card.read_text(encoding="utf-8")
     if _START not in text or _END not in text:

@@ -175,10 +175,10 @@ def check_plan(source: SourceModel, plan: Plan, spec: ModelSpec) -> None:
     """Raise ReapError unless `plan` was made for exactly this model and the model can have it."""
     made_for = plan.provenance
     checkpoint = source.checkpoint
-    if made_for.config_sha256 != checkpoint.config_sha256:
+    if made_for.model_sha256 != checkpoint.model_sha256:
         raise ReapError(
-            f"the plan was made for {made_for.model} (config.json {made_for.config_sha256[:12]}), "
-            f"not for {checkpoint.name} ({checkpoint.config_sha256[:12]}).",
+            f"the plan was made for {made_for.model} ({made_for.model_sha256[:12]}), "
+            f"not for {checkpoint.name} ({checkpoint.model_sha256[:12]}).",
             "calibrate and plan this model, or give the model the plan was made for",
         )
     if plan.num_experts != spec.num_experts:
@@ -330,7 +330,7 @@ def checkpoint_config(
         "source": spec.model,
         "source_revision": spec.revision,
         "source_num_experts": spec.num_experts,
-        "source_config_sha256": spec.config_sha256,
+        "source_model_sha256": spec.model_sha256,
         "plan_sha256": sha256(plan_file),
         "experts": source.family.experts,
         "router": list(source.family.router),

@@ -296,7 +296,7 @@ def _origin(plan: Plan, spec: ModelSpec, plan_file: Path) -> dict[str, Any]:
         "source": spec.model,
         "source_revision": spec.revision,
         "source_num_experts": spec.num_experts,
-        "source_config_sha256": spec.config_sha256,
+        "source_model_sha256": spec.model_sha256,
         "plan_sha256": sha256(plan_file),
         "kept": {str(layer.layer): list(layer.kept) for layer in plan.layers},
     }

@@ -39,7 +39,7 @@ def fingerprint(source: SourceModel, plan_file: Path, saliency: Path | None) -> 
         "mlx's version": version("mlx"),
         "mlx-lm's version": version("mlx-lm"),
         "the device": str(mx.default_device().type),
-        "the model's config.json": source.checkpoint.config_sha256,
+        "the model's config.json": sha256(source.checkpoint.path / "config.json"),
         "the model's weights": source.checkpoint.stamp(),
         "the plan": sha256(plan_file),
         "the saliency file": None if saliency is None else sha256(saliency),

@@ -10,17 +10,18 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from reap.artifacts.files import sha256
 from reap.errors import CheckpointError
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 INDEX = "model.safetensors.index.json"
+_SPOTS, _SPOT_BYTES = 32, 4096
 ORIGIN = "reap.json"
 """What an export in a foreign layout carries instead of config["reap"]."""
 _DTYPES = {
@@ -50,8 +51,21 @@ class Checkpoint:
     name: str
     revision: str
     config: dict[str, Any]
-    config_sha256: str
     tensors: dict[str, TensorInfo]
+
+    @cached_property
+    def model_sha256(self) -> str:
+        """Identifies the model: of config.json, and of the shards' names, sizes and 4 KiB of 32
+        places in each. All of a checkpoint of terabytes would take too long to read."""
+        digest = hashlib.sha256((self.path / "config.json").read_bytes())
+        for file in sorted({tensor.file for tensor in self.tensors.values()}):
+            size = (self.path / file).stat().st_size
+            digest.update(f"{file} {size}".encode())
+            with open(self.path / file, "rb", buffering=0) as shard:
+                for spot in range(_SPOTS):
+                    shard.seek(max(0, size - _SPOT_BYTES) * spot // (_SPOTS - 1))
+                    digest.update(shard.read(_SPOT_BYTES))
+        return digest.hexdigest()
 
     @property
     def nbytes(self) -> int:
@@ -141,7 +155,7 @@ def open_checkpoint(model: str) -> Checkpoint:
     if not isinstance(config, dict):
         raise CheckpointError(f"{config_path} is not a JSON object.")
     name = path.resolve().name if Path(model).exists() else model
-    return Checkpoint(path, name, revision, config, sha256(config_path), _tensors(path))
+    return Checkpoint(path, name, revision, config, _tensors(path))
 
 
 def origin(directory: Path, config: dict[str, Any]) -> dict[str, Any]:

@@ -390,7 +390,7 @@ class SourceModel:
         return ModelSpec(
             model=self.checkpoint.name,
             revision=self.checkpoint.revision,
-            config_sha256=self.checkpoint.config_sha256,
+            model_sha256=self.checkpoint.model_sha256,
             model_type=self.family.model_type,
             parameters=sum(m.elements for m in modules)
             + sum(

@@ -109,11 +109,11 @@ def diff(a: Plan, b: Plan) -> PlanDiff:
     ours, theirs = (
         (p.model_type, p.num_experts, tuple(layer.layer for layer in p.layers)) for p in (a, b)
     )
-    if ours != theirs or a.provenance.config_sha256 != b.provenance.config_sha256:
+    if ours != theirs or a.provenance.model_sha256 != b.provenance.model_sha256:
         raise ReapError(
             f"the plans are of different models: {a.provenance.model} "
-            f"(config {a.provenance.config_sha256[:12]}) and {b.provenance.model} "
-            f"(config {b.provenance.config_sha256[:12]}).",
+            f"({a.provenance.model_sha256[:12]}) and {b.provenance.model} "
+            f"({b.provenance.model_sha256[:12]}).",
             "compare plans of one model",
         )
     return PlanDiff(

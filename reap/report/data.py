@@ -464,7 +464,7 @@ def _same_scale(plan: Plan, other: Plan) -> bool:
     scales = [(p.settings.get("damage_unit"), p.settings.get("domains", "sum"))
               for p in (plan, other)]  # fmt: skip
     return (
-        a.config_sha256 == b.config_sha256
+        a.model_sha256 == b.model_sha256
         and a.inputs.get("saliency") == b.inputs.get("saliency")
         and scales[0] == scales[1]
     )
@@ -504,11 +504,11 @@ def _ratio(evaluation: Evaluation, domain: str) -> Estimate:
 def _check_same_model(saliency: Saliency, plan: Plan) -> None:
     spec = saliency.spec
     hint = "make the plan again from this saliency file"
-    ours, theirs = saliency.provenance.config_sha256, plan.provenance.config_sha256
+    ours, theirs = saliency.provenance.model_sha256, plan.provenance.model_sha256
     if ours != theirs:
         raise ArtifactError(
-            f"the saliency file is of {saliency.provenance.model} (config {ours[:12]}), the plan "
-            f"of {plan.provenance.model} (config {theirs[:12]}).",
+            f"the saliency file is of {saliency.provenance.model} ({ours[:12]}), the plan "
+            f"of {plan.provenance.model} ({theirs[:12]}).",
             hint,
         )
     planned = tuple(layer.layer for layer in plan.layers)
@@ -745,7 +745,7 @@ def _difference(ours: Evaluation | None, rival: Evaluation) -> tuple[Estimate | 
         return None, "not evaluated"
     if ours.reference is None or rival.reference is None:
         return None, "not comparable: no reference"
-    configs = [e.provenance.inputs.get("reference config.json") for e in (ours, rival)]
+    configs = [e.provenance.inputs.get("reference model") for e in (ours, rival)]
     if ours.reference != rival.reference or (all(configs) and configs[0] != configs[1]):
         return None, "not comparable: another reference"
     if ours.sequence_length != rival.sequence_length:
