@@ -52,6 +52,7 @@ def child(path: Path, tokens: int, probe: int, spill: bool) -> None:
     figures = {
         "layers": layers,
         "tokens": tokens,
+        "probe_tokens": probe,
         "checkpoint_bytes": source.checkpoint.nbytes,
         "layer_bytes": max(source.layer_bytes(i) for i in range(layers)),
         "peak_bytes": peak_bytes(),
@@ -150,19 +151,23 @@ def main() -> None:
         paths = {}
         for layers in options.layers:
             paths[layers] = write_checkpoint(Path(folder) / str(layers), layers, **shape)
-        say("layers  checkpoint  one layer  peak memory  over start  in layers  read/checkpoint  s")
-        for layers, path in paths.items():
-            found = calibrated(path, tokens)
-            result["memory"].append(found)
-            over = found["peak_bytes"] - found["before_bytes"]
-            read = found["read_bytes"]
-            share = "-" if read is None else f"{read / found['checkpoint_bytes']:.3f}"
-            say(
-                f"{layers:6d} {found['checkpoint_bytes'] / 1e6:8.0f} MB"
-                f" {found['layer_bytes'] / 1e6:7.1f} MB {found['peak_bytes'] / 1e6:9.0f} MB"
-                f" {over / 1e6:8.0f} MB {over / found['layer_bytes']:10.2f} {share:>16}"
-                f" {found['seconds']:6.1f}"
-            )
+        say(
+            "layers  probes  checkpoint  one layer  peak memory  over start  in layers"
+            "  read/checkpoint  s"
+        )
+        for probe in (0, tokens // 2):
+            for layers, path in paths.items():
+                found = calibrated(path, tokens, probe)
+                result["memory"].append(found)
+                over = found["peak_bytes"] - found["before_bytes"]
+                read = found["read_bytes"]
+                share = "-" if read is None else f"{read / found['checkpoint_bytes']:.3f}"
+                say(
+                    f"{layers:6d} {probe:7,} {found['checkpoint_bytes'] / 1e6:8.0f} MB"
+                    f" {found['layer_bytes'] / 1e6:7.1f} MB {found['peak_bytes'] / 1e6:9.0f} MB"
+                    f" {over / 1e6:8.0f} MB {over / found['layer_bytes']:10.2f} {share:>16}"
+                    f" {found['seconds']:6.1f}"
+                )
         smallest = paths[options.layers[0]]
         say("\nlayers  tokens  seconds (without the measurements on probes)")
         for factor in (1, 2, 4):

@@ -10,9 +10,9 @@ from typing import Any, get_args
 import yaml
 
 from reap.artifacts.plan import Rounding
-from reap.data import data_directory, embedded_model
+from reap.data import data_directory
 from reap.errors import ReapError
-from reap.planning.size import parse_size
+from reap.planning.size import MOST, parse_percent, parse_size
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,13 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
+def _size_or_percent(value: Any) -> int | str:
+    """Percent stay as they are: what of is known with the model."""
+    if isinstance(value, str) and parse_percent(value) is not None:
+        return value
+    return _size(value)
+
+
 def _size(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError("a size like 512GB")
@@ -106,7 +113,7 @@ _CALIBRATION: dict[str, Check] = {
 }
 _PLAN: dict[str, Check] = {
     "budget": _size,
-    "size": _size,
+    "size": _size_or_percent,
     "context": _whole(0),
     "reserve": _share,
     "layout": _word,
@@ -150,12 +157,12 @@ def load_recipe(name: str) -> Recipe:
     model = _checked(path, "model", _word, data["model"])
     plan = _section(path, data, "plan", _PLAN)
     try:
-        PlanSettings(**plan)
+        PlanSettings(**(plan | {"size": MOST} if isinstance(plan.get("size"), str) else plan))
     except ReapError as error:
         raise ReapError(f"{path}: {error.message}", error.hint) from None
     return Recipe(
         name=str(data.get("name") or path.stem),
-        model=str(embedded_model()) if model == "embedded" else model,
+        model=model,
         description=str(data.get("description") or ""),
         texts=_checked(path, "texts", _names, data.get("texts") or []),
         evaluation_texts=_checked(

@@ -170,7 +170,7 @@ def test_nothing_is_overwritten_silently(tmp_path: Path) -> None:
         with pytest.raises(ReapError) as caught:
             artifact.save(path)
         assert caught.value.message == f"{path} exists already."
-        assert caught.value.hint == "pass --force to replace it, or name another with --out"
+        assert caught.value.hint == "pass --force to replace it, or name another place"
         assert path.read_text() == "mine"
         artifact.save(path, force=True)
         assert path.read_bytes() != b"mine"

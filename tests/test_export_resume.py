@@ -236,11 +236,6 @@ def test_damaged_progress_is_refused(stopped: Path) -> None:
         with pytest.raises(ReapError, match=r"is damaged|another version") as raised:
             write(stopped, resume=True)
         assert "--force" in str(raised.value.hint)
-    progress.write_text(whole)
-    shard = next((partial / "checkpoint").glob("*.safetensors"))
-    os.truncate(shard, shard.stat().st_size - 1)
-    with pytest.raises(ReapError, match=rf"{shard.name} is not as it was written"):
-        write(stopped, resume=True)
 
 
 def test_foreign_files_are_not_removed(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_diff_of_real_plans() -> None:
 def test_diff_needs_one_model() -> None:
     plan = plan_of(LayerPlan(1, (0, 1), 2))
     other = replace(plan, provenance=replace(plan.provenance, model="big", model_sha256="c1"))
-    with pytest.raises(ReapError, match=r"different models: tiny \(config c0\) and big"):
+    with pytest.raises(ReapError, match=r"different models: tiny \(c0\) and big"):
         diff(plan, other)
     with pytest.raises(ReapError, match="different models"):
         diff(plan, plan_of(LayerPlan(1, (0, 1), 2), LayerPlan(2, (0, 1), 2)))

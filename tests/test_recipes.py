@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from reap import recipes
-from reap.data import data_directory, embedded_model
+from reap.data import data_directory
 from reap.errors import ReapError
+from reap.models.source import open_source
 from reap.planning import PlanSettings
+from reap.planning.precision import settings_of
 from reap.recipes import Recipe, load_recipe
 
 GOOD = """\
@@ -39,7 +41,7 @@ def test_shipped_recipe_loads_by_name(file: Path) -> None:
 
     assert recipe.name == file.stem
     assert recipe.description
-    PlanSettings(**recipe.plan)
+    settings_of(recipe.plan, lambda: open_source("embedded").spec())
 
 
 def test_all_settings_are_read(tmp_path: Path) -> None:
@@ -65,7 +67,7 @@ def test_all_settings_are_read(tmp_path: Path) -> None:
 def test_name_is_that_of_the_file_and_the_embedded_model_is_found(tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, "model: embedded\nplan: {budget: 1GB}\n"))
 
-    assert (recipe.name, recipe.model) == ("mine", str(embedded_model()))
+    assert (recipe.name, recipe.model) == ("mine", "embedded")
     assert recipe.texts == recipe.evaluation_texts == ()
 
 

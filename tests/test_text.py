@@ -22,6 +22,7 @@ from reap.cli.rundir import RunDirectory
 from reap.data import embedded_model
 from reap.errors import CalibrationError
 from reap.models.chat import ChatRenderer
+from reap.models.checkpoint import open_checkpoint
 from reap.models.rows import TextOption
 from reap.models.text import (
     Cut,
@@ -625,7 +626,7 @@ def test_calibrate_evaluate_and_run_take_datasets(here: Path) -> None:
     )
     pipeline = Pipeline(load_recipe("r.yaml"), RunDirectory(Path("r")))
     pipeline.texts = load(*sources)
-    pipeline.model_sha256 = sha256(embedded_model() / "config.json")
+    pipeline.model_sha256 = open_checkpoint("embedded").model_sha256
     assert pipeline._saliency_misfit() == ""
     shutil.rmtree("chats")
     write_dataset("chats", train=[{"messages": HELLO[:1]}] * 90)

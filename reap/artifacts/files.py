@@ -24,7 +24,7 @@ def refuse_existing(path: Path, force: bool) -> None:
     """Raise ReapError if `path` exists and `force` is not set."""
     if path.exists() and not force:
         raise ReapError(
-            f"{path} exists already.", "pass --force to replace it, or name another with --out"
+            f"{path} exists already.", "pass --force to replace it, or name another place"
         )
 
 

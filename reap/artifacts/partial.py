@@ -39,6 +39,28 @@ def locked(directory: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def held(directory: Path) -> Iterator[None]:
+    """Hold a directory that is there, for this process alone, without leaving a file in it.
+
+    Raises ReapError if another process has it.
+    """
+    folder = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ReapError(
+                f"another process is calibrating in {directory}.",
+                "wait for it to end, or name another run with --run",
+            ) from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(folder)
+
+
 def _held(directory: Path, process: str) -> ReapError:
     who = f"process {process}" if process else "another process"
     return ReapError(

@@ -262,7 +262,9 @@ class _Run:
                     sums.append(layer.sums)
                     self.moments.append(layer.moments.found())
                     passed = (index + 1) * work // count
-                    self.progress(f"measuring layer {index} ({index + 1} of {count})", passed, work)
+                    if layer.inputs:
+                        doing = f"measuring layer {index} ({index + 1} of {count})"
+                        self.progress(doing, passed, work)
                     layer.measure(stream, forked)
                 source.release_layer(index)
                 self._keep(index, layer)

@@ -53,11 +53,17 @@ def evaluate(
     from reap.cli import show, stages
     from reap.cli.output import print_json, say
     from reap.cli.rundir import RunDirectory
+    from reap.errors import ReapError
     from reap.evaluate import EvaluationSettings
 
     given = Path(checkpoint) if checkpoint else None
     directory = RunDirectory.find(run, given)
     directory.require_out(out, given, directory.checkpoint)
+    if checkpoint is None and not directory.checkpoint.exists():
+        raise ReapError(
+            f"{directory.path} has no checkpoint yet.",
+            "run `reap export` first, or name one with --checkpoint",
+        )
     target = out or directory.evaluation
     base = None if no_reference else reference or directory.model
     result = stages.evaluate(

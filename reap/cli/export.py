@@ -73,6 +73,7 @@ def export(
     target = out or directory.checkpoint
     source, measured = model or directory.model, saliency or directory.saliency
     if dry_run:
+        stages.check_output(target, force or resume, directory=True)
         found = stages.outline(source, made, measured, format=format, trust=trust_remote_code)
         if json:
             print_json(show.outline_figures(found, made, target))

@@ -28,4 +28,9 @@ def merge(
         print_json({"saliency": str(out)} | figures)
     tokens = sum(figures["domains"].values())
     say(f"{len(files)} files, {tokens:,} tokens, domains {', '.join(total.domains)}.")
+    if len(files) > 1 and total.measurement is not None:
+        say(
+            f"Drop curves and low-bit errors cannot be added up: those of the file with most "
+            f"probes are kept ({total.measurement.tokens.max():,} tokens)."
+        )
     say(f"Wrote {out}")

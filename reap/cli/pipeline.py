@@ -131,7 +131,7 @@ class Pipeline:
     def _plan(self) -> None:
         stages.plan(
             self.directory.saliency,
-            PlanSettings(**self.recipe.plan),
+            self._plan_settings(),
             self.directory.plan,
             force=self.force,
         )
@@ -142,7 +142,12 @@ class Pipeline:
             return "it was made from another saliency file"
         if "recipe" in plan.settings:
             return f"it was made with --plain {plan.settings['recipe']}"
-        return _changed(plan.settings, PlanSettings(**self.recipe.plan).to_json())
+        return _changed(plan.settings, self._plan_settings().to_json())
+
+    def _plan_settings(self) -> PlanSettings:
+        from reap.planning.precision import settings_of
+
+        return settings_of(self.recipe.plan, lambda: Saliency.load(self.directory.saliency).spec)
 
     def _export(self) -> None:
         stages.export(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -12,8 +12,9 @@ import typer
 from reap.artifacts.plan import Layout, Rounding
 from reap.artifacts.saliency import CRITERIA, Saliency
 from reap.cli.options import Force, Json, Run
+from reap.errors import ReapError
 from reap.planning.settings import TRUNKS, PlanSettings
-from reap.planning.size import MOST, parse_percent, parse_size
+from reap.planning.size import parse_size
 
 
 def plan(
@@ -167,6 +168,7 @@ def plan(
 
     directory = RunDirectory.find(run, saliency)
     target = out or directory.plan
+    _refuse_idle_options(ctx, diff=diff is not None, sweep=sweep)
     if diff is not None:
         found = show.plan_diff(diff, target)
         if json:
@@ -188,6 +190,20 @@ def plan(
     say(f"Wrote {target}")
 
 
+def _refuse_idle_options(ctx: typer.Context, *, diff: bool, sweep: bool) -> None:
+    """Raise ReapError for options that --diff or --sweep would do nothing with."""
+    idle = {"plain", "seed", "force"} | ({"out"} if sweep else set())
+    if diff:
+        idle = set(ctx.params) - {"diff", "out", "run", "json", "saliency"}
+    if not (diff or sweep):
+        return
+    for name in ctx.params:
+        source = ctx.get_parameter_source(name)
+        if name in idle and source is not None and source.name == "COMMANDLINE":
+            what = "--diff" if diff else "--sweep"
+            raise ReapError(f"{what} has no use for --{name.replace('_', '-')}.", "leave it out")
+
+
 def _settings(ctx: typer.Context, recipe: str | None, saliency: Path) -> PlanSettings:
     """What was typed goes before the recipe, the recipe before the defaults.
 
@@ -205,19 +221,10 @@ def _settings(ctx: typer.Context, recipe: str | None, saliency: Path) -> PlanSet
     if "budget" in typed or "size" in typed:
         chosen.pop("budget", None)
         chosen.pop("size", None)
-    share = parse_percent(ctx.params["size"] or "")
-    settings = PlanSettings(**(chosen | typed))
-    if share is None:
-        return settings
 
-    from reap.planning.precision import size_with
+    from reap.planning.precision import settings_of
 
-    return replace(settings, size=size_with(Saliency.load(saliency).spec, settings, share))
-
-
-def _size(text: str) -> int:
-    """Of a percentage more than any model has, until the model is known."""
-    return MOST if parse_percent(text) else parse_size(text)
+    return settings_of(chosen | typed, lambda: Saliency.load(saliency).spec)
 
 
 def _kept(texts: list[str]) -> list[tuple[str, str]]:
@@ -242,7 +249,6 @@ def _clamp(text: str) -> str | list[str] | None:
 
 _READ: dict[str, Callable[[Any], Any]] = {
     "budget": parse_size,
-    "size": _size,
     "keep": _kept,
     "domains": _domains,
     "clamp": _clamp,

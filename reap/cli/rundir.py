@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reap.artifacts.files import write_json
+from reap.data import model_path
 from reap.errors import ReapError
 
 RUNS = Path("runs")
@@ -105,6 +106,6 @@ class RunDirectory:
 
 def _expanded(model: str) -> Path:
     try:
-        return Path(model).expanduser()
+        return model_path(model)
     except RuntimeError as error:
         raise ReapError(f"{model}: {error}", "write the path without ~") from None

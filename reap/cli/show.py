@@ -345,5 +345,8 @@ def files_figures(files: Sequence[FileCheck]) -> list[Figures]:
 
 
 def show_files(files: Sequence[FileCheck]) -> None:
+    if not files:
+        say("There is no SHA256SUMS: the files were not checked.")
+        return
     rows = [[f.path, f"{f.nbytes:,}", f.sha256[:16], f.status] for f in files]
     table("Files", ["file", "bytes", "sha256", ""], rows)

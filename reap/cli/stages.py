@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reap.artifacts import Evaluation, Format, ModelSpec, Plan, Provenance, Saliency
 from reap.artifacts.files import refuse_existing, sha256
+from reap.artifacts.manifest import MANIFEST, read_manifest
+from reap.artifacts.partial import held
 from reap.artifacts.provenance import Corpus
 from reap.cli import command_line
 from reap.cli.output import progress_bar, say
@@ -58,18 +60,24 @@ def calibrate(
     if ranks.rank == 0:
         check_output(directory.saliency, force)
     partial = directory.partial
-    if partial.exists() and not resume and not force:
-        raise unfinished(partial)
     own = own_directory(partial, ranks)
     made = [folder for folder in own.parents if not folder.exists()]
-    ranks.gather()  # all have looked, so the directories may come and go
-    loaded = load_texts(texts, split="calibration")
-    source = open_source(model, trust_remote_code=trust)
-    for turn in range(ranks.size):  # they may share a disk
-        if turn == ranks.rank and not resume:
-            remove(partial)
-        ranks.gather()
-    try:
+    with ExitStack() as ending:
+        # A run that did nothing leaves nothing.
+        for folder in reversed([partial, *([directory.path] if ranks.rank else []), *made]):
+            ending.callback(_remove_if_empty, folder)
+        if ranks.rank == 0:
+            directory.path.mkdir(parents=True, exist_ok=True)
+            ending.enter_context(held(directory.path))
+        if partial.exists() and not resume and not force:
+            raise unfinished(partial)
+        ranks.gather()  # all have looked, so the directories may come and go
+        loaded = load_texts(texts, split="calibration")
+        source = open_source(model, trust_remote_code=trust)
+        for turn in range(ranks.size):  # they may share a disk
+            if turn == ranks.rank and not resume:
+                remove(partial)
+            ranks.gather()
         with progress_bar("tok") if ranks.rank == 0 else nullcontext(silent) as progress:
             saliency = measure(
                 source,
@@ -88,12 +96,12 @@ def calibrate(
             directory.start(model)
         ranks.gather()  # it is written
         remove(own)
-    finally:
-        emptied = [partial, directory.path] if ranks.rank else [partial]
-        for folder in [*emptied, *made]:  # a run that did nothing leaves nothing
-            with suppress(OSError):
-                folder.rmdir()
     return saliency
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def estimate(
@@ -138,16 +146,16 @@ def merge(files: Sequence[Path], out: Path, *, force: bool = False) -> Saliency:
 
 def _refuse_shared_text(runs: Mapping[Path, Saliency]) -> None:
     """Raise ReapError if two of the runs were calibrated on the same text."""
-    seen: dict[str, Path] = {}
+    seen: dict[str, str] = {}
     for file, run in runs.items():
         for corpus in run.provenance.corpora:
             if corpus.sha256 in seen:
                 raise ReapError(
-                    f"{seen[corpus.sha256]} and {file} were both calibrated on {corpus.source} "
+                    f"{seen[corpus.sha256]} and {corpus.source} of {file} are the same text "
                     f"(domain {corpus.domain}): it would count twice.",
                     "leave one of them out, or calibrate them on different texts",
                 )
-        seen |= {corpus.sha256: file for corpus in run.provenance.corpora}
+        seen |= {c.sha256: f"{c.source} of {file}" for c in run.provenance.corpora}
 
 
 def plan(
@@ -259,6 +267,8 @@ def evaluate(
     loaded = load_texts(texts, split="evaluation")
     model = open_source(checkpoint, trust_remote_code=trust)
     base = None if reference is None else open_source(reference, trust_remote_code=trust)
+    if (model.checkpoint.path / MANIFEST).exists():
+        read_manifest(model.checkpoint.path)  # it is renewed with the card, when all is measured
     with progress_bar("tok") as progress:
         result = measure(
             model,

@@ -90,24 +90,22 @@ class PartialExport:
             if (kept.get("format"), kept.get("format_version")) != (FORMAT, VERSION):
                 raise ReapError(f"{self._progress} was written by another version of reap.", _ANEW)
             changed = difference(kept["fingerprint"], self.fingerprint)
-            sizes = {name: entry["bytes"] for name, entry in kept["shards"].items()}
-            self.done = {name: entry["sha256"] for name, entry in kept["shards"].items()}
+            digests = {name: str(entry["sha256"]) for name, entry in kept["shards"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ReapError(f"{self._progress} is damaged: {error!r}.", _ANEW) from None
         if changed:
             raise ReapError(f"{self.directory} is of another export: {changed}.", _ANEW)
-        for name, size in sizes.items():
-            file = self.checkpoint / name
-            if not file.exists() or file.stat().st_size != size:
-                raise ReapError(f"{file} is not as it was written.", _ANEW)
+        # A shard that was lost or damaged meanwhile is written again.
+        self.done = {
+            name: digest
+            for name, digest in digests.items()
+            if (self.checkpoint / name).exists() and sha256(self.checkpoint / name) == digest
+        }
 
     def shard_done(self, name: str, digest: str) -> None:
         """Remember a shard that is on the disk. Raises OSError."""
         self.done[name] = digest
-        shards = {
-            name: {"bytes": (self.checkpoint / name).stat().st_size, "sha256": digest}
-            for name, digest in self.done.items()
-        }
+        shards = {name: {"sha256": digest} for name, digest in self.done.items()}
         data = {
             "format": FORMAT,
             "format_version": VERSION,

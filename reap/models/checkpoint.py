@@ -17,11 +17,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from reap.data import EMBEDDED, model_path
 from reap.errors import CheckpointError
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 INDEX = "model.safetensors.index.json"
-_SPOTS, _SPOT_BYTES = 32, 4096
+_NUMBER = re.compile(r"\d+")
+_SAMPLES, _SAMPLE_BYTES = (0.0, 0.5, 1.0), 4096
 ORIGIN = "reap.json"
 """What an export in a foreign layout carries instead of config["reap"]."""
 _DTYPES = {
@@ -31,7 +33,7 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """A tensor as the safetensors header states it; `dtype` in safetensors' spelling (BF16, …)."""
 
@@ -55,16 +57,22 @@ class Checkpoint:
 
     @cached_property
     def model_sha256(self) -> str:
-        """Identifies the model: of config.json, and of the shards' names, sizes and 4 KiB of 32
-        places in each. All of a checkpoint of terabytes would take too long to read."""
+        """Identifies the model: of config.json, of the tensors' names, dtypes and shapes, and of
+        samples of the tensors. All of a checkpoint of terabytes would take too long to read: of
+        each layer's tensors that differ in a number only (experts) one is sampled."""
         digest = hashlib.sha256((self.path / "config.json").read_bytes())
-        for file in sorted({tensor.file for tensor in self.tensors.values()}):
-            size = (self.path / file).stat().st_size
-            digest.update(f"{file} {size}".encode())
-            with open(self.path / file, "rb", buffering=0) as shard:
-                for spot in range(_SPOTS):
-                    shard.seek(max(0, size - _SPOT_BYTES) * spot // (_SPOTS - 1))
-                    digest.update(shard.read(_SPOT_BYTES))
+        sampled: dict[tuple[str, str], TensorInfo] = {}
+        for name, info in sorted(self.tensors.items()):
+            digest.update(f"{name} {info.dtype} {info.shape}\n".encode())
+            layer = _LAYER.search(name)
+            kind = layer[1] if layer else "", _NUMBER.sub("", name)
+            sampled.setdefault(kind, info)
+        for info in sampled.values():
+            with open(self.path / info.file, "rb", buffering=0) as shard:
+                for share in _SAMPLES:
+                    start = int(share * max(0, info.nbytes - _SAMPLE_BYTES))
+                    shard.seek(info.offset + start)
+                    digest.update(shard.read(min(_SAMPLE_BYTES, info.nbytes)))
         return digest.hexdigest()
 
     @property
@@ -154,7 +162,7 @@ def open_checkpoint(model: str) -> Checkpoint:
         raise CheckpointError(f"{config_path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{config_path} is not a JSON object.")
-    name = path.resolve().name if Path(model).exists() else model
+    name = path.resolve().name if model_path(model).exists() else model
     return Checkpoint(path, name, revision, config, _tensors(path))
 
 
@@ -171,7 +179,7 @@ def origin(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 def _locate(model: str) -> tuple[Path, str]:
     try:
-        path = Path(model).expanduser()
+        path = model_path(model)
     except RuntimeError as error:  # ~ of a user that does not exist
         raise CheckpointError(f"{model} is not a directory: {error}") from None
     if path.is_dir():
@@ -180,7 +188,8 @@ def _locate(model: str) -> tuple[Path, str]:
         return path, revision if re.fullmatch(r"[0-9a-f]{40}", revision) else ""
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
         raise CheckpointError(
-            f"{model} is not a directory.", "give a model directory or a hub id like org/name"
+            f"{model} is not a directory.",
+            f"give a model directory, a hub id like org/name, or {EMBEDDED}",
         )
     from huggingface_hub import snapshot_download
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS

@@ -97,6 +97,8 @@ def _kind(
         if (checkpoint.path / "hf_quant_config.json").exists():
             raise _unreadable("hf_quant_config.json says (NVIDIA ModelOpt)")
         return "", None
+    if not isinstance(settings, dict):
+        raise _unreadable(f"quantization_config {settings!r}")
     method, packing = settings.get("quant_method"), settings.get("format")
     if (packing if method == "compressed-tensors" else method) in family.packed:
         return "packed", None

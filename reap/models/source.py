@@ -63,6 +63,11 @@ class SourceModel:
         self._prefetched: Prefetch | None = None
         self._checked: set[int] = set()
         self._expert_names: dict[str, tuple[str, int, str] | None] = {}
+        if not 0 < self.top_k <= self.num_experts:
+            raise CheckpointError(
+                f"{checkpoint.path / 'config.json'} routes each token to {self.top_k} of "
+                f"{self.num_experts} experts."
+            )
         absent = [i for i in range(len(self.layers)) if i not in self._names]
         if absent:
             raise CheckpointError(f"{checkpoint.path} has no tensors for layer {absent[0]}.")

@@ -277,6 +277,7 @@ def prepare(saliency: Saliency, settings: PlanSettings, *, scores: Floats | None
         state=state,
         capacity=0,
     )
+    _low_rounding(task)  # refuses what the saliency file has no figures for
     return task.with_amount(settings.amount)
 
 

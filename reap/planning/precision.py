@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +14,7 @@ from reap.artifacts.plan import Bank
 from reap.artifacts.spec import Format, ModelSpec, ModuleSpec, Projection
 from reap.errors import ReapError
 from reap.planning.settings import NO_LOW, PlanSettings
-from reap.planning.size import format_size
+from reap.planning.size import MOST, format_size, parse_percent, parse_size
 
 Ints = NDArray[np.int64]
 
@@ -96,6 +98,19 @@ def _low_bank(spec: ModelSpec, settings: PlanSettings, names: tuple[str, ...], h
     elif not _smaller(spec, low, high):
         return {}
     return low
+
+
+def settings_of(values: Mapping[str, Any], spec: Callable[[], ModelSpec]) -> PlanSettings:
+    """Settings by name; a `size` may be text, also in percent of the model's expert bytes."""
+    size = values.get("size")
+    if not isinstance(size, str):
+        return PlanSettings(**values)
+    share = parse_percent(size)
+    if share is None:
+        return PlanSettings(**{**values, "size": parse_size(size)})
+    # More than any model has, until its trunk's precision is known.
+    settings = PlanSettings(**{**values, "size": MOST})
+    return replace(settings, size=size_with(spec(), settings, share))
 
 
 def size_with(spec: ModelSpec, settings: PlanSettings, share: Decimal) -> int:

@@ -39,8 +39,9 @@ def _counts(layers: Sequence[LayerPlan]) -> list[str]:
     for names, limit, word in ((few, least, "fewer"), (many, most, "more")):
         if names:
             found.append(
-                f"layers {_some(names)} keep {word} experts than {limit:g} × the mean of "
-                f"{mean:.0f}: published plans stay within {least:g}-{most:g}, see clamp."
+                f"{word} experts than {limit:g} × the mean of {mean:.0f} in layers (experts) "
+                f"{_some(names)}. Published plans stay within {least:g} to {most:g} of it; "
+                f"--clamp {least:g}:{most:g} does, too."
             )
     return found
 
@@ -58,7 +59,7 @@ def _super(saliency: Saliency, layers: Sequence[LayerPlan]) -> list[str]:
             rounded.append(text)
     return [
         f"super experts {_some(names)} are {what}: their largest output is far above their "
-        "layer's median; protect_super keeps them in the high bank."
+        "layer's median; --protect-super keeps them in the high bank."
         for names, what in ((gone, "dropped"), (rounded, "in the low bank"))
         if names
     ]
@@ -70,7 +71,7 @@ def _domains(saliency: Saliency, layers: Sequence[LayerPlan]) -> list[str]:
     mean = sum(lost.values()) / max(len(lost), 1)
     return [
         f"domain {name} loses {share:.1%} of its routed energy, the domains on average "
-        f"{mean:.1%}: domains worst, or a weight, keeps more of it."
+        f"{mean:.1%}: --domains worst, or a weight there, keeps more of it."
         for name, share in lost.items()
         if share > UNEVEN * mean and share > 0.01
     ]

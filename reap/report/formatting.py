@@ -127,4 +127,6 @@ def tick(value: float) -> str:
         mantissa = value / 10.0**exponent
         power = f"10{str(exponent).translate(_SUPERSCRIPT)}"
         return power if abs(mantissa - 1) < 1e-6 else f"{mantissa:g}·{power}".replace("-", "−")
-    return f"{round(value, 10):,.10f}".rstrip("0").rstrip(".").replace("-", "−")
+    digits = max(0, 3 - exponent)
+    text = f"{value:,.{digits}f}"
+    return (text.rstrip("0").rstrip(".") if "." in text else text).replace("-", "−")
