@@ -24,6 +24,8 @@ import pytest
 import reap
 from reap.artifacts import Evaluation, Plan, Saliency
 from reap.artifacts.files import sha256
+from reap.artifacts.manifest import MANIFEST
+from reap.artifacts.partial import held
 from reap.cli import main
 from reap.cli.app import app
 from reap.cli.pipeline import Pipeline
@@ -466,7 +468,7 @@ def test_merge_refuses_text_that_would_count_twice(domains: Path, empty: Path) -
     result = run("merge", math, both, "--out", "m")
 
     assert result.error == (
-        f"{math} and {both} were both calibrated on math (domain math): it would count twice."
+        f"math of {math} and math of {both} are the same text (domain math): it would count twice."
     )
     assert not list(empty.iterdir())
 
@@ -771,6 +773,22 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
         "give exactly one of a budget and a size.",
     ),
     "percent of a budget": (("plan", "--budget", "50%", "--force"), "'50%' is not a size."),
+    "saliency of another run": (
+        ("plan", "--size", "9.6MB", "--saliency", "foreign.safetensors"),
+        "foreign.safetensors is not the saliency.safetensors of runs/tiny-k3.",
+    ),
+    "diff and a size": (
+        ("plan", "--diff", "runs/tiny-k3/plan.json", "--size", "9.6MB"),
+        "--diff has no use for --size.",
+    ),
+    "sweep and out": (
+        ("plan", "--size", "9.6MB", "--sweep", "--out", "x"),
+        "--sweep has no use for --out.",
+    ),
+    "sweep without covariances": (
+        ("plan", "--size", "9.6MB", "--sweep", "--low-rounding", "feedback"),
+        "rounding with feedback needs covariances",
+    ),
     "layout": ((*PLAN, "--layout", "x"), "unknown layout 'x'."),
     "format": ((*PLAN, "--low", "9bit"), "unknown low precision '9bit'."),
     "trunk": ((*PLAN, "--trunk", "2bit"), "unknown trunk '2bit'."),
@@ -818,8 +836,14 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "merge below a file": (("merge", "half.safetensors", "--out", "file/m"), "not a directory."),
     "run below a file": (("run", "demo", "--run", "file/x"), "/file is not a directory."),
     "half a file": (("inspect", "half.safetensors"), "is not a readable safetensors file"),
-    "shard as saliency": ((*PLAN, "--saliency", f"{MODEL}/{SHARD}"), "is not a reap file"),
-    "folder as saliency": ((*PLAN, "--saliency", "folder"), "folder is not a readable"),
+    "shard as saliency": (
+        (*PLAN, "--saliency", f"{MODEL}/{SHARD}", "--out", "x"),
+        "is not a reap file",
+    ),
+    "folder as saliency": (
+        (*PLAN, "--saliency", "folder", "--out", "x"),
+        "folder is not a readable",
+    ),
     "list": (("inspect", "list.json"), "list.json is not a file that reap wrote."),
     "foreign": (("inspect", "foreign.json"), "foreign.json is not a file that reap wrote."),
     "foreign plan": (("export", "--plan", "foreign.json"), "expected reap.plan."),
@@ -937,6 +961,43 @@ def test_ctrl_c_leaves_all_as_it_was(
     for name in ("calibration.partial", "checkpoint.partial"):
         shutil.rmtree(place_with_checkpoint / RUN / name, ignore_errors=True)
     assert snapshot(place_with_checkpoint) == before
+
+
+def test_a_run_that_is_being_calibrated_is_left_alone(place: Path) -> None:
+    before = snapshot(place)
+    with held(place / RUN):
+        result = run("calibrate", MODEL, "--force", "--tokens", "40", *QUICK)
+        assert result.error == "another process is calibrating in runs/tiny-k3."
+    assert snapshot(place) == before
+
+
+def test_evaluating_before_exporting(place: Path) -> None:
+    result = run("evaluate", "--force")
+    assert result.code == 1
+    assert "runs/tiny-k3 has no checkpoint yet" in result.err and "reap export" in result.err
+
+
+def test_the_embedded_model_by_name(empty: Path) -> None:
+    assert run("calibrate", "embedded", "--tokens", "40", "--calibration", "math", *QUICK).code == 0
+    assert (empty / "runs" / "tiny-k3" / "saliency.safetensors").exists()
+
+
+def test_a_damaged_manifest_stops_an_evaluation_before_it_begins(
+    place_with_checkpoint: Path,
+) -> None:
+    manifest = place_with_checkpoint / RUN / "checkpoint" / MANIFEST
+    with open(manifest, "a", encoding="utf-8") as file:
+        file.write("junk\n")
+    before = snapshot(place_with_checkpoint)
+    result = run("evaluate", "--tokens", "100", "--text", "math", "--force")
+    assert "SHA256SUMS is damaged" in result.error
+    assert snapshot(place_with_checkpoint) == before
+
+
+def test_inspect_says_that_there_is_no_manifest(place_with_checkpoint: Path) -> None:
+    (place_with_checkpoint / RUN / "checkpoint" / MANIFEST).unlink()
+    result = run("inspect", str(RUN / "checkpoint"))
+    assert result.code == 0 and "There is no SHA256SUMS" in result.out
 
 
 def test_bug_keeps_its_traceback(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,6 +238,17 @@ def test_damaged_progress_is_refused(stopped: Path) -> None:
         assert "--force" in str(raised.value.hint)
 
 
+def test_a_finished_shard_that_was_damaged_is_written_again(stopped: Path) -> None:
+    shard = next((stopped.with_name("out.partial") / "checkpoint").glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    write(stopped, resume=True)
+    whole = exports.exported(*CASE).path / shard.name
+    assert (stopped / shard.name).read_bytes() == whole.read_bytes()
+    assert {check.status for check in check_manifest(stopped)} == {"ok"}
+
+
 def test_foreign_files_are_not_removed(tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "thesis.tex").write_text("mine")

@@ -87,6 +87,18 @@ def test_sizes_as_yaml_reads_them(tmp_path: Path, size: str, expected: int) -> N
     assert load_recipe(write(tmp_path, text)).plan == {"budget": expected}
 
 
+def test_a_size_in_percent_waits_for_the_model(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, "model: org/name\nplan: {size: 55%}\n"))
+    assert recipe.plan == {"size": "55%"}
+    spec = open_source("embedded").spec()
+    size = settings_of(recipe.plan, lambda: spec).size
+    routers = sum(spec.num_experts * spec.router_row_bytes(layer) for layer in spec.moe_layers)
+    share = (size - spec.trunk_bytes()) / (spec.experts_bytes + routers)
+    assert share == pytest.approx(0.55, abs=1e-6)
+    with pytest.raises(ReapError, match="101% is not a share"):
+        load_recipe(write(tmp_path, "model: org/name\nplan: {size: 101%}\n"))
+
+
 def test_every_setting_of_a_stage_can_be_in_a_recipe() -> None:
     from reap.calibrate import CalibrationSettings
     from reap.evaluate import EvaluationSettings

@@ -20,8 +20,9 @@ HEAD = """\
 
 What `reap --help` and `reap COMMAND --help` print; written by `make docs`.
 
-Progress and messages go to stderr, only `--json` prints on stdout. Exit codes: 0 done, 1 an error
-that you can act on (one line and a hint on stderr), 2 wrong usage, 130 interrupted.
+Progress and messages go to stderr, `--json` and the tables of `reap inspect` to stdout. Exit codes:
+0 done, 1 an error that you can act on (one line and a hint on stderr), 2 wrong usage, 130
+interrupted.
 """
 
 

@@ -12,7 +12,6 @@ from reap.cli.options import Force, Json, Run, Trust
 
 if TYPE_CHECKING:
     from reap.artifacts import Plan
-    from reap.cli.rundir import RunDirectory
 
 
 def export(
@@ -68,7 +67,7 @@ def export(
     plan_file = plan or directory.plan
     made = Plan.load(plan_file)
     if plan is None:
-        _check_fresh(directory, made)
+        _check_fresh(plan_file, saliency or directory.saliency, made)
     directory.require_out(out, plan, directory.plan)
     target = out or directory.checkpoint
     source, measured = model or directory.model, saliency or directory.saliency
@@ -102,14 +101,14 @@ def export(
     say(f"Wrote {target}")
 
 
-def _check_fresh(directory: RunDirectory, plan: Plan) -> None:
+def _check_fresh(plan_file: Path, saliency: Path, plan: Plan) -> None:
     """A run that was calibrated again must be planned again."""
     from reap.artifacts.files import sha256
     from reap.errors import ReapError
 
     made_from = plan.provenance.inputs.get("saliency")
-    if directory.saliency.exists() and made_from not in (None, sha256(directory.saliency)):
+    if saliency.exists() and made_from not in (None, sha256(saliency)):
         raise ReapError(
-            f"{directory.plan} was not made from {directory.saliency}.",
+            f"{plan_file} was not made from {saliency}.",
             "plan again with --force, or name the plan with --plan and --out",
         )

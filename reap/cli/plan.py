@@ -176,6 +176,8 @@ def plan(
         else:
             say(str(found))
         return
+    if not sweep:
+        directory.require_out(out, saliency, directory.saliency)
     measured = saliency or directory.saliency
     settings = _settings(ctx, recipe, measured)
     if sweep:
