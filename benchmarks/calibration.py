@@ -32,7 +32,7 @@ def settings(tokens: int, probe: int = 0) -> CalibrationSettings:
     )
 
 
-def child(path: Path, tokens: int, probe: int, spill: bool) -> None:
+def child(path: Path, tokens: int, probe: int) -> None:
     """One calibration; what it took, as JSON on stdout."""
     source = open_source(str(path))
     texts = load_texts((), split="calibration")
@@ -46,7 +46,6 @@ def child(path: Path, tokens: int, probe: int, spill: bool) -> None:
             texts,
             settings(tokens, probe),
             partial=Path(scratch) / "partial",
-            memory=0 if spill else None,
         )
     layers = len(source.layers)
     figures = {
@@ -64,11 +63,9 @@ def child(path: Path, tokens: int, probe: int, spill: bool) -> None:
     print(json.dumps(figures))
 
 
-def calibrated(path: Path, tokens: int, probe: int = 0, spill: bool = False) -> dict[str, Any]:
+def calibrated(path: Path, tokens: int, probe: int = 0) -> dict[str, Any]:
     command = [sys.executable, __file__, "--child", str(path), str(tokens), str(probe)]
-    done = subprocess.run(
-        command + (["spill"] if spill else []), check=True, stdout=subprocess.PIPE, text=True
-    )
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return dict(json.loads(done.stdout))
 
 
@@ -135,8 +132,8 @@ def main() -> None:
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        path, tokens, probe, *spill = options.child
-        child(Path(path), int(tokens), int(probe), bool(spill))
+        path, tokens, probe = options.child
+        child(Path(path), int(tokens), int(probe))
         return
     shape = SMALL
     if options.full:

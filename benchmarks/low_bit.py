@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
+from common import provenance, say
 
-from reap import __version__
-from reap.artifacts import Format, Provenance, Saliency, SecondMoments
+from reap.artifacts import Format, Saliency, SecondMoments
 from reap.artifacts.files import sha256
 from reap.calibrate import CalibrationSettings, calibrate
 from reap.data import embedded_model
@@ -36,10 +35,6 @@ from reap.planning import PlanSettings, plain_plan
 FORMATS = tuple(Format.parse(name) for name in ("2bit-g64", "2bit-g128", "3bit-g64", "3bit-g128"))
 Errors = dict[tuple[Format, str], list[float]]
 """By format and rounding, one relative error per MoE layer, and that of all layers last."""
-
-
-def say(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
 
 
 def calibrated(tokens: int) -> Saliency:
@@ -139,14 +134,7 @@ def divergences(saliency: Saliency, tokens: int) -> dict[tuple[Format, str], lis
                     saliency,
                     PlanSettings(size=size, low=low, low_rounding=rounding),
                     recipe="low",
-                    provenance=Provenance(
-                        reap_version=__version__,
-                        command="benchmarks/low_bit.py",
-                        model=spec.model,
-                        revision=spec.revision,
-                        model_sha256=spec.model_sha256,
-                        inputs={"saliency": sha256(file)},
-                    ),
+                    provenance=provenance(saliency, sha256(file), "benchmarks/low_bit.py"),
                 )
                 assert sum(plan.expert_counts) == spec.num_experts * len(spec.moe_layers)
                 plan_file, out = Path(scratch) / "plan.json", Path(scratch) / "checkpoint"

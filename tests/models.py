@@ -158,17 +158,25 @@ def write_deepseek_v3(
             f"{attention}.kv_b_proj.weight": make.matrix(heads * (nope + value), rank),
             f"{attention}.o_proj.weight": make.matrix(HIDDEN, heads * value),
         }
-        if layer < config["first_k_dense_replace"]:
-            weights |= make.mlp(f"{at}.mlp", config["intermediate_size"])
-        else:
-            gate = f"{at}.mlp.gate"
-            weights[f"{gate}.weight"] = make.matrix(experts, HIDDEN)
-            weights[f"{gate}.e_score_correction_bias"] = make.bias(experts)
-            weights |= make.mlp(f"{at}.mlp.shared_experts", intermediate)
-            for expert in range(experts):
-                weights |= make.mlp(f"{at}.mlp.experts.{expert}", intermediate)
+        weights |= _mlp_or_experts(make, layer, config)
         shards.append(weights)
     return _write(path, config, [*shards, _trunk(make, tied=False)])
+
+
+def _mlp_or_experts(make: _Random, layer: int, config: dict[str, Any]) -> dict[str, mx.array]:
+    """DeepSeek's: dense first layers, then a router with a bias, shared and routed experts."""
+    at = f"model.layers.{layer}.mlp"
+    if layer < config["first_k_dense_replace"]:
+        return make.mlp(at, config["intermediate_size"])
+    experts, intermediate = config["n_routed_experts"], config["moe_intermediate_size"]
+    weights = {
+        f"{at}.gate.weight": make.matrix(experts, HIDDEN),
+        f"{at}.gate.e_score_correction_bias": make.bias(experts),
+        **make.mlp(f"{at}.shared_experts", intermediate),
+    }
+    for expert in range(experts):
+        weights |= make.mlp(f"{at}.experts.{expert}", intermediate)
+    return weights
 
 
 def write_glm4_moe(
@@ -231,14 +239,7 @@ def write_glm4_moe(
         if config["use_qk_norm"]:
             weights[f"{at}.self_attn.q_norm.weight"] = make.norm(dim)
             weights[f"{at}.self_attn.k_norm.weight"] = make.norm(dim)
-        if layer < config["first_k_dense_replace"]:
-            weights |= make.mlp(f"{at}.mlp", config["intermediate_size"])
-        else:
-            weights[f"{at}.mlp.gate.weight"] = make.matrix(experts, HIDDEN)
-            weights[f"{at}.mlp.gate.e_score_correction_bias"] = make.bias(experts)
-            weights |= make.mlp(f"{at}.mlp.shared_experts", intermediate)
-            for expert in range(experts):
-                weights |= make.mlp(f"{at}.mlp.experts.{expert}", intermediate)
+        weights |= _mlp_or_experts(make, layer, config)
         shards.append(weights)
     return _write(path, config, [*shards, _trunk(make, tied=False)])
 
@@ -482,3 +483,9 @@ def _write(path: Path, config: Mapping[str, Any], shards: list[Tensors]) -> Path
     for name in TOKENIZER:
         shutil.copy(embedded_model() / name, path / name)
     return path
+
+
+def read_bytes() -> int:
+    """Bytes that this process has read so far, also from the system's cache (Linux)."""
+    fields = Path("/proc/self/io").read_text().split()
+    return int(fields[fields.index("rchar:") + 1])

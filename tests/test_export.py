@@ -569,7 +569,7 @@ LATER: dict[tuple[Any, str], BaseException] = {
     (exporting, "write_index"): OSError(errno.EACCES, os.strerror(errno.EACCES)),
     (exporting, "copy_files"): OSError(errno.EIO, os.strerror(errno.EIO)),
     (exporting, "sync"): OSError(errno.EIO, os.strerror(errno.EIO)),
-    (exporting, "_write_rest"): KeyError("a bug"),
+    (exporting, "write_rest"): KeyError("a bug"),
     (verifying, "check_forward"): KeyboardInterrupt(),
 }
 

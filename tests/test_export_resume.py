@@ -350,18 +350,13 @@ def test_the_source_is_read_once_and_dropped_experts_are_not(tmp_path: Path, sha
     assert content.read_bytes() == kept + rest
     largest = max(sum(sizes.values()) for part, sizes in content.sizes.items() if part is not None)
     mx.clear_cache()
-    before, start = mx.get_active_memory(), read_bytes()
+    before, start = mx.get_active_memory(), models.read_bytes()
     mx.reset_peak_memory()
     for shard in shards(content.sizes):
         for part, sizes in shard.parts.items():
             content.tensors(part, list(sizes))
-    assert read_bytes() - start < 1.05 * (kept + rest)
+    assert models.read_bytes() - start < 1.05 * (kept + rest)
     assert mx.get_peak_memory() - before < 2 * largest + 2**23  # and few experts, dense
-
-
-def read_bytes() -> int:
-    fields = Path("/proc/self/io").read_text().split()
-    return int(fields[fields.index("rchar:") + 1])
 
 
 # Samples

@@ -251,16 +251,11 @@ def test_experts_that_are_dropped_are_not_read(kind: str, tmp_path: Path) -> Non
         experts = [n for n in names if ".experts." in n]
         one = sum(tensors[n].nbytes for n in experts if ".experts.5." in n)
         rest = sum(tensors[n].nbytes for n in names if n not in experts)
-        start = _read_bytes()
+        start = models.read_bytes()
         mx.eval(source.layer_weights(index, kept=(5, 0, 30)))
         header = 2 * max(f.stat().st_size for f in path.glob("*.json"))
-        assert 3 * one + rest <= _read_bytes() - start < 3 * one + rest + header
+        assert 3 * one + rest <= models.read_bytes() - start < 3 * one + rest + header
         assert 32 * one > 2 * (3 * one + header)  # or the bound above would say nothing
-
-
-def _read_bytes() -> int:
-    fields = Path("/proc/self/io").read_text().split()
-    return int(fields[fields.index("rchar:") + 1])
 
 
 # Layers of different precision

@@ -12,6 +12,8 @@ from typing import Any
 
 from reap.errors import ReapError
 
+ANEW = "begin anew with --force (and without --resume)"
+
 _LOCK = "lock"
 
 
@@ -24,12 +26,8 @@ def locked(directory: Path) -> Iterator[None]:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / _LOCK
     with open(path, "a+", encoding="ascii") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _held(directory, path.read_text(encoding="ascii")) from None
-        except OSError:
-            pass  # a network file system without locks
+        if not _lock(file.fileno()):
+            raise _held(directory, path.read_text(encoding="ascii"))
         # Whoever held it may have finished, and removed the directory, in the meantime.
         if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
             raise _held(directory, "")
@@ -47,18 +45,25 @@ def held(directory: Path) -> Iterator[None]:
     """
     folder = os.open(directory, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _lock(folder):
             raise ReapError(
                 f"another process is calibrating in {directory}.",
                 "wait for it to end, or name another run with --run",
-            ) from None
-        except OSError:
-            pass  # a file system without locks
+            )
         yield
     finally:
         os.close(folder)
+
+
+def _lock(descriptor: int) -> bool:
+    """Whether another process does not have the lock; it ends with the descriptor."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a network file system without locks
+    return True
 
 
 def _held(directory: Path, process: str) -> ReapError:
@@ -107,9 +112,15 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
     A fingerprint maps what a run depends on, in a person's words, to a version or a digest.
     """
+    return ", ".join(
+        _differs(name, before.get(name), now.get(name)) for name in changed(before, now)
+    )
+
+
+def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The names in which two fingerprints differ."""
     names = [*now, *(name for name in before if name not in now)]
-    changed = [name for name in names if before.get(name) != now.get(name)]
-    return ", ".join(_differs(name, before.get(name), now.get(name)) for name in changed)
+    return [name for name in names if before.get(name) != now.get(name)]
 
 
 def _differs(name: str, before: Any, now: Any) -> str:

@@ -27,7 +27,7 @@ from safetensors.numpy import load, save
 
 from reap import __version__
 from reap.artifacts.files import sha256
-from reap.artifacts.partial import code_sha256, write_synced
+from reap.artifacts.partial import ANEW, changed, code_sha256, write_synced
 from reap.errors import ReapError
 from reap.models.ranks import Ranks
 from reap.models.source import SourceModel
@@ -84,11 +84,10 @@ def check_alike(source: SourceModel, known: dict[str, Any], ranks: Ranks) -> Non
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    names = [*now, *(name for name in before if name not in now)]
-    changed = [name for name in names if before.get(name) != now.get(name)]
-    if len(changed) > 1:  # the tokens differ because of something else
-        changed = [name for name in changed if name != _TOKENS]
-    return changed
+    names = changed(before, now)
+    if len(names) > 1:  # the tokens differ because of something else
+        names = [name for name in names if name != _TOKENS]
+    return names
 
 
 class PartialRun:
@@ -137,11 +136,11 @@ class PartialRun:
         with self._damage():
             kept = json.loads(self._progress.read_text(encoding="utf-8"))
             if (kept.get("format"), kept.get("format_version")) != (FORMAT, VERSION):
-                raise ReapError(f"{self._progress} was written by another version of reap.", _ANEW)
+                raise ReapError(f"{self._progress} was written by another version of reap.", ANEW)
             before = kept["fingerprint"]
-            if changed := _changed(before, fingerprint):
-                what = ", ".join(_difference(n, before.get(n), fingerprint.get(n)) for n in changed)
-                raise ReapError(f"{self.directory} is of another run: {what}.", _ANEW)
+            if names := _changed(before, fingerprint):
+                what = ", ".join(_difference(n, before.get(n), fingerprint.get(n)) for n in names)
+                raise ReapError(f"{self.directory} is of another run: {what}.", ANEW)
             int(kept["layers_done"])
             return dict(kept)
 
@@ -152,7 +151,7 @@ class PartialRun:
             each = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(done))
             raise ReapError(
                 f"what the ranks have kept does not fit together: layers done are {each}.",
-                f"give the machines the order they had, or {_ANEW}",
+                f"give the machines the order they had, or {ANEW}",
             )
         return min(done)
 
@@ -174,7 +173,7 @@ class PartialRun:
         try:
             yield
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ReapError(f"{self._progress} is damaged: {error!r}.", _ANEW) from None
+            raise ReapError(f"{self._progress} is damaged: {error!r}.", ANEW) from None
 
     def results(self) -> dict[int, dict[str, np.ndarray]]:
         """What was saved for each finished layer that had results."""
@@ -183,7 +182,7 @@ class PartialRun:
             try:
                 found[int(layer)] = load((self.directory / file).read_bytes())
             except Exception as error:  # safetensors has its own class
-                raise ReapError(f"{self.directory / file} is damaged: {error}.", _ANEW) from None
+                raise ReapError(f"{self.directory / file} is damaged: {error}.", ANEW) from None
         return found
 
     def layer_done(self, layer: int, results: dict[str, np.ndarray] | None) -> None:
@@ -244,9 +243,6 @@ class PartialRun:
             remove(self.directory)
 
 
-_ANEW = "begin anew with --force (and without --resume)"
-
-
 def unfinished(directory: Path) -> ReapError:
     return ReapError(
         f"{directory} holds a calibration that was not finished.",
@@ -270,7 +266,7 @@ def _check_size(directory: Path, ranks: Ranks) -> None:
         raise ReapError(
             f"{directory} is of another run: the number of ranks was {min(other)} and is "
             f"{ranks.size}.",
-            _ANEW,
+            ANEW,
         )
 
 

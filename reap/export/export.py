@@ -123,7 +123,7 @@ def export(
         check_space(out, made.need(list(partial.done)), begun=bool(partial.done))
         write_shards(content, made.shards, partial, progress)
         folder = partial.checkpoint
-        _write_rest(folder, source, made, config, model_card(plan, spec))
+        write_rest(folder, source, made, config, model_card(plan, spec))
         progress("checking what was written", 0, 1)
         with checked(partial, out):
             tensors = verify(
@@ -132,13 +132,13 @@ def export(
     return ExportResult(out, made.nbytes, loaded, tensors)
 
 
-def _write_rest(
+def write_rest(
     folder: Path, source: SourceModel, made: Outline, config: dict[str, Any], card: str
 ) -> None:
     """All files but the shards."""
     write_index(folder, made.shards)
     copy_files(source.checkpoint.path, folder)
-    if "model_file" in config:
+    if config.get("model_file") == RUNTIME.name:
         shutil.copyfile(RUNTIME, folder / RUNTIME.name)
     (folder / "README.md").write_text(card, encoding="utf-8")
     text = json.dumps(config, indent=2, ensure_ascii=False)

@@ -35,11 +35,11 @@ from reap.export.export import (
     check_target,
     checked,
     copied_sizes,
-    copy_files,
+    write_rest,
 )
 from reap.export.partial import PartialExport, fingerprint, partial_export
 from reap.export.verify import check_forward
-from reap.export.writer import SHARD_BYTES, Shard, write_index
+from reap.export.writer import SHARD_BYTES, Shard
 from reap.models.checkpoint import ORIGIN, Checkpoint, TensorInfo, open_checkpoint
 from reap.models.formats import SCALE_SUFFIX
 from reap.models.source import SourceModel
@@ -132,13 +132,8 @@ def export_hf(
         check_space(out, made.need(list(partial.done)), begun=bool(partial.done))
         _write_shards(source.checkpoint, pieces, made.shards, partial, progress)
         folder = partial.checkpoint
-        write_index(folder, made.shards)
-        copy_files(source.checkpoint.path, folder)
-        card = model_card(plan, spec, layout="hf")
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        write_rest(folder, source, made, config, model_card(plan, spec, layout="hf"))
         write_json(folder / ORIGIN, _origin(plan, spec, plan_file))
-        text = json.dumps(config, indent=2, ensure_ascii=False)
-        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
         progress("checking what was written", len(pieces), len(pieces))
         with checked(partial, out):
             _verify(folder, source, plan, pieces)

@@ -19,13 +19,11 @@ import mlx.core as mx
 
 from reap import __version__
 from reap.artifacts.files import put_in_place, remove, sha256
-from reap.artifacts.partial import code_sha256, difference, locked, sync, write_synced
+from reap.artifacts.partial import ANEW, code_sha256, difference, locked, sync, write_synced
 from reap.errors import ReapError
 from reap.models.source import SourceModel
 
 FORMAT, VERSION = "reap-export-progress", 1
-
-_ANEW = "begin anew with --force (and without --resume)"
 
 
 def fingerprint(source: SourceModel, plan_file: Path, saliency: Path | None) -> dict[str, Any]:
@@ -88,13 +86,13 @@ class PartialExport:
         try:
             kept = json.loads(self._progress.read_text(encoding="utf-8"))
             if (kept.get("format"), kept.get("format_version")) != (FORMAT, VERSION):
-                raise ReapError(f"{self._progress} was written by another version of reap.", _ANEW)
+                raise ReapError(f"{self._progress} was written by another version of reap.", ANEW)
             changed = difference(kept["fingerprint"], self.fingerprint)
             digests = {name: str(entry["sha256"]) for name, entry in kept["shards"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ReapError(f"{self._progress} is damaged: {error!r}.", _ANEW) from None
+            raise ReapError(f"{self._progress} is damaged: {error!r}.", ANEW) from None
         if changed:
-            raise ReapError(f"{self.directory} is of another export: {changed}.", _ANEW)
+            raise ReapError(f"{self.directory} is of another export: {changed}.", ANEW)
         # A shard that was lost or damaged meanwhile is written again.
         self.done = {
             name: digest
