@@ -19,11 +19,16 @@ SMALL = {"hidden": 512, "experts": 64, "inner": 512}
 VOCABULARY = 2048
 
 
-def write_checkpoint(path: Path, layers: int, *, hidden: int, experts: int, inner: int) -> Path:
-    """K3's names, types and layout: mxfp4 experts apart, KDA and MLA, attention residuals."""
+def write_checkpoint(
+    path: Path, layers: int, *, hidden: int, experts: int, inner: int, latent: int | None = None
+) -> Path:
+    """K3's names, types and layout: mxfp4 experts apart, KDA and MLA, attention residuals.
+
+    An expert has three matrices of `inner` × `latent` (default: half of `hidden`).
+    """
     path.mkdir(parents=True)
     config = json.loads((embedded_model() / "config.json").read_text(encoding="utf-8"))
-    heads, dim, latent = hidden // 64, 64, hidden // 2
+    heads, dim, latent = hidden // 64, 64, latent or hidden // 2
     full = sorted({*range(4, layers, 4), layers - 1, layers})
     config["text_config"] |= {
         "vocab_size": VOCABULARY,

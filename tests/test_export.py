@@ -30,7 +30,8 @@ from models import Tensors
 from reap.artifacts import Format, LayerPlan, ModelSpec, Plan, Provenance, Saliency
 from reap.artifacts.manifest import MANIFEST
 from reap.errors import ArtifactError, CheckpointError, ReapError
-from reap.export.content import Content
+from reap.export import outline
+from reap.export.content import Content, Tensor
 from reap.export.export import RUNTIME, check_plan
 from reap.export.verify import verify
 from reap.export.writer import shards
@@ -545,7 +546,7 @@ def test_force_replaces_all_of_it(old: Path) -> None:
 FAULTS: dict[tuple[Any, str], BaseException] = {
     (writing, "sync"): OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
     (exporting, "partial_export"): OSError(errno.EACCES, os.strerror(errno.EACCES)),
-    (importlib.import_module("reap.export.content"), "requantized"): RuntimeError("out of memory"),
+    (importlib.import_module("reap.export.content"), "stored_as"): RuntimeError("out of memory"),
     (exporting, "verify"): CheckpointError("damaged on the way"),
     (verifying, "check_forward"): CheckpointError("not finite"),
 }
@@ -587,7 +588,7 @@ def test_a_later_failure_leaves_what_can_be_taken_up(
     kept = {name: content for name, content in left(old).items() if ".partial" not in name}
     assert kept == before
     monkeypatch.undo()
-    monkeypatch.setattr(Content, "tensors", lambda *args: pytest.fail("a shard was written anew"))
+    monkeypatch.setattr(Content, "modules", lambda *args: pytest.fail("a shard was written anew"))
     exports.write(made.source, made.plan, old, force=force, resume=True)
     assert files(old) == files(made.path)
     assert not list(old.parent.glob("*.partial"))
@@ -623,10 +624,18 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_an_error_that_says_so(tmp_path: Path) -> None:
-    (tmp_path / "shard.safetensors").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="disk full"):
-        writing._save(tmp_path / "shard.safetensors", {"a": mx.zeros((1000,))})
+def test_a_full_disk_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = writing.Writer.write
+
+    def write_to_full_disk(self: Any, name: str, *args: Any) -> None:
+        (self._partial.checkpoint / name).symlink_to("/dev/full")
+        real(self, name, *args)
+
+    monkeypatch.setattr(writing.Writer, "write", write_to_full_disk)
+    with pytest.raises(ReapError, match=r"could not write .*out: No space left on device"):
+        write(exported(*QWEN), tmp_path / "out")
 
 
 def test_a_disk_that_is_too_small_is_named_with_numbers(
@@ -786,7 +795,7 @@ def test_a_plan_that_the_model_cannot_have_is_refused_before_writing(
 ) -> None:
     case, message, change = EDITS[edit]
     made = exported(*case)
-    monkeypatch.setattr(Content, "tensors", lambda *args: pytest.fail("it was written"))
+    monkeypatch.setattr(Content, "modules", lambda *args: pytest.fail("it was written"))
     with pytest.raises(ReapError, match=message):
         write(made, tmp_path / "out", plan=change(made.plan))
     assert not (tmp_path / "out").exists()
@@ -811,19 +820,20 @@ def test_a_wrong_number_of_bytes_is_noticed(
 ) -> None:
     """Whatever the cause: here a norm was widened, at first only when it is written."""
     made = exported(*QWEN)
-    tensors, sizes = Content.tensors, Content._sizes
+    modules, foreseen = Content.modules, Content._foreseen
 
-    def widened(self: Content, part: Any, wanted: Any) -> dict[str, mx.array]:
-        found = tensors(self, part, wanted)
-        return {n: a.astype(mx.float32) if "norm" in n else a for n, a in found.items()}
+    def widened(self: Content, part: Any, wanted: Any) -> Any:
+        for found in modules(self, part, wanted):
+            yield {n: a.astype(mx.float32) if "norm" in n else a for n, a in found.items()}
 
-    def more(self: Content, part: Any) -> dict[str, int]:
-        return {n: 2 * size if "norm" in n else size for n, size in sizes(self, part).items()}
+    def more(self: Content, part: Any) -> dict[str, Tensor]:
+        found = foreseen(self, part)
+        return {n: replace(t, nbytes=2 * t.nbytes) if "norm" in n else t for n, t in found.items()}
 
-    monkeypatch.setattr(Content, "tensors", widened)
-    with pytest.raises(ReapError, match=r"norm.* is .* bytes were foreseen"):
+    monkeypatch.setattr(Content, "modules", widened)
+    with pytest.raises(ReapError, match=r"norm.* is not what was foreseen"):
         write(made, tmp_path / "out")
-    monkeypatch.setattr(Content, "_sizes", more)
+    monkeypatch.setattr(Content, "_foreseen", more)
     with pytest.raises(ReapError, match=r"the export has .* the plan says"):
         write(made, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -857,74 +867,93 @@ def test_small_shards_are_indexed_and_load(tmp_path: Path, monkeypatch: pytest.M
     )
 
 
-def test_shards_end_with_layers_and_are_no_larger_than_the_largest() -> None:
-    sizes: dict[int | None, dict[str, int]] = {
-        0: {"0.a.weight": 30, "0.b.weight": 20},
-        1: {"1.a.weight": 20},
-        2: {"2.a.weight": 20, "2.a.scales": 15, "2.b.weight": 35, "2.c.weight": 30},
-        3: {"3.a.weight": 60},
-        None: {"embed.weight": 130, "norm.weight": 1},
+def of_bytes(parts: dict[int | None, dict[str, int]]) -> dict[int | None, dict[str, Tensor]]:
+    return {
+        part: {name: Tensor("U8", (size,), size) for name, size in sizes.items()}
+        for part, sizes in parts.items()
     }
 
+
+def test_shards_end_with_layers_and_are_no_larger_than_the_largest() -> None:
+    foreseen = of_bytes(
+        {
+            0: {"0.a.weight": 30, "0.b.weight": 20},
+            1: {"1.a.weight": 20},
+            2: {"2.a.weight": 20, "2.a.scales": 15, "2.b.weight": 35, "2.c.weight": 30},
+            3: {"3.a.weight": 60},
+            None: {"embed.weight": 130, "norm.weight": 1},
+        }
+    )
+
     def made(limit: int) -> list[tuple[int, list[int | None]]]:
-        return [(shard.nbytes, list(shard.parts)) for shard in shards(sizes, limit)]
+        return [(shard.nbytes, list(shard.parts)) for shard in shards(foreseen, limit)]
 
     # The largest layer has 100: two layers go together, the rest needs files of its own.
     assert made(1000) == [(70, [0, 1]), (100, [2]), (60, [3]), (130, [None]), (1, [None])]
     assert made(70) == [(70, [0, 1]), (70, [2]), (30, [2]), (60, [3]), (130, [None]), (1, [None])]
-    assert shards(sizes)[0].name == "model-00001-of-00005.safetensors"
-    assert {n for shard in shards(sizes) for n in shard.tensors} == {
-        name for part in sizes.values() for name in part
+    assert shards(foreseen)[0].name == "model-00001-of-00005.safetensors"
+    assert {n for shard in shards(foreseen) for n in shard.tensors} == {
+        name for part in foreseen.values() for name in part
     }
 
 
 def test_what_is_larger_than_a_shard_is_divided_as_far_as_it_can_be() -> None:
     """A K3 layer with all experts: the codes of a projection alone are just below 5 GB."""
-    sizes: dict[int | None, dict[str, int]] = {
-        1: {"up.weight": 4_932_501_504, "up.scales": 308_281_344, "gate.weight": 10}
-    }
-    assert [list(shard.tensors) for shard in shards(sizes)] == [
+    foreseen = of_bytes(
+        {1: {"up.weight": 4_932_501_504, "up.scales": 308_281_344, "gate.weight": 10}}
+    )
+    assert [list(shard.tensors) for shard in shards(foreseen)] == [
         ["up.weight"],
         ["up.scales", "gate.weight"],
     ]
 
 
-def test_a_shard_is_let_go_once_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("limit", [60_000, 5 * 10**9])
+def test_a_module_is_let_go_once_it_is_written(
+    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, held = exported("kimi_k3", "identity"), []
-    largest = max(file.stat().st_size for file in made.path.glob("*.safetensors"))
-    save = writing._save
+    """Two are in memory, one being written and the next one, however they are cut into files."""
+    made, held, modules = exported("kimi_k3", "identity"), [], Content.modules
+    sizes: dict[str, int] = {}
+    for shard in outline(open_source(str(made.source)), made.plan).shards:
+        for name, tensor in shard.tensors.items():
+            module = name.rpartition(".")[0]
+            sizes[module] = sizes.get(module, 0) + tensor.nbytes
 
-    def measured(path: Path, arrays: Any) -> None:
-        held.append(mx.get_active_memory())
-        save(path, arrays)
+    def measured(self: Content, part: Any, wanted: Any) -> Any:
+        for found in modules(self, part, wanted):
+            yield found
+            held.append(mx.get_active_memory())
 
     mx.clear_cache()
     start = mx.get_active_memory()
-    monkeypatch.setattr(writing, "_save", measured)
+    monkeypatch.setattr(exporting, "shards", functools.partial(shards, limit=limit))
+    monkeypatch.setattr(Content, "modules", measured)
     write(made, tmp_path / "out")
-    assert len(held) > 5 and max(held) - start < 1.5 * largest
+    assert len(held) > 50 and max(held) - start < 2 * max(sizes.values()) + 2**16
 
 
-def test_what_the_disk_changed_is_noticed_before_it_counts(
+def test_what_is_not_written_as_it_was_read_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save, count = writing._save, [0]
+    real, made = writing._write, exported("kimi_k3", "identity")
+    largest = max(
+        tensor.nbytes
+        for shard in outline(open_source(str(made.source)), made.plan).shards
+        for tensor in shard.tensors.values()
+        if tensor.dtype == "U32"
+    )
 
-    def faulty(path: Path, arrays: Any) -> None:
-        save(path, arrays)
-        count[0] += 1
-        if count[0] == 2:
-            content = bytearray(path.read_bytes())
-            content[-1] ^= 1
-            path.write_bytes(content)
+    def faulty(file: Any, buffer: Any) -> None:
+        if len(buffer) == largest:  # the codes of a layer's experts
+            buffer = bytearray(buffer)
+            buffer[0] ^= 1
+        real(file, buffer)
 
-    monkeypatch.setattr(writing, "_save", faulty)
-    with pytest.raises(CheckpointError, match=r"is not in .*model-00002.* as it was written"):
-        write(exported(*QWEN), tmp_path / "out")
-    progress = json.loads((tmp_path / "out.partial" / "progress.json").read_text())
-    assert [*progress["shards"]] == ["model-00001-of-00003.safetensors"]
+    monkeypatch.setattr(writing, "_write", faulty)
+    with pytest.raises(CheckpointError, match=r"expert \d+ in .* differs from the source"):
+        write(made, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_check_plan_accepts_what_fits() -> None:

@@ -205,24 +205,24 @@ def test_an_export_that_was_cut_off_is_taken_up(
     source, plan = source_of("kimi_k3"), plan_of("kimi_k3")
     write(source, plan, tmp_path / "whole")
     foreseen = outline_hf(open_source(str(source)), plan)
-    write_shard, names = hf._write_shard, [shard.name for shard in foreseen.shards]
+    write_shard, names = hf.Writer.write, [shard.name for shard in foreseen.shards]
 
-    def stopped(path: Path, *more: Any) -> None:
-        if path.name == names[4]:
+    def stopped(self: Any, name: str, *more: Any) -> None:
+        if name == names[4]:
             raise KeyboardInterrupt
-        write_shard(path, *more)
+        write_shard(self, name, *more)
 
-    monkeypatch.setattr(hf, "_write_shard", stopped)
+    monkeypatch.setattr(hf.Writer, "write", stopped)
     with pytest.raises(KeyboardInterrupt):
         write(source, plan, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     again: list[str] = []
 
-    def counted(path: Path, *more: Any) -> None:
-        again.append(path.name)
-        write_shard(path, *more)
+    def counted(self: Any, name: str, *more: Any) -> None:
+        again.append(name)
+        write_shard(self, name, *more)
 
-    monkeypatch.setattr(hf, "_write_shard", counted)
+    monkeypatch.setattr(hf.Writer, "write", counted)
     with pytest.raises(ReapError, match="holds an export that was not finished"):
         write(source, plan, tmp_path / "out")
     plan_file = tmp_path / "out.plan.json"

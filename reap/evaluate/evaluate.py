@@ -213,6 +213,8 @@ def _logits(
                     stream.step(position)
                     done += int(batch.lengths.sum())
                 model.release_layer(index)
+                if len(models) > 1:
+                    mx.clear_cache()  # the next layer is of another model
         progress("scoring", work, work)
         for position in range(len(made)):
             yield [log_probabilities(stream.finish(position)) for stream in streams]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
 import mlx.core as mx
 
 from reap.artifacts import Format, LayerPlan, ModelSpec, Plan, Projection
 from reap.export.low_bank import LowBank
-from reap.models.quantize import Quantizer, dequantized, quantized, requantized
+from reap.models.checkpoint import dtype_name
+from reap.models.quantize import quantized, stored_as
 from reap.models.source import SourceModel
 
 Part = int | None
@@ -17,6 +19,15 @@ Part = int | None
 
 # Dense bytes of the experts that are rounded at once.
 _DENSE_BYTES = 2**28
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A tensor to write, as its header states it; `dtype` in safetensors' spelling (BF16, …)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
 
 
 class Content:
@@ -38,40 +49,41 @@ class Content:
         return [*range(len(self.source.layers)), None]
 
     @cached_property
-    def sizes(self) -> dict[Part, dict[str, int]]:
-        """Bytes of every tensor, by part and name. Reads headers only."""
-        return {part: self._sizes(part) for part in self.parts}
+    def foreseen(self) -> dict[Part, dict[str, Tensor]]:
+        """Every tensor, by part and name, in the order of `modules`. Reads headers only."""
+        return {part: self._foreseen(part) for part in self.parts}
 
-    def _sizes(self, part: Part) -> dict[str, int]:
-        found = {n: a.nbytes for arrays in self._others(part) for n, a in arrays.items()}
+    def _foreseen(self, part: Part) -> dict[str, Tensor]:
+        found = {n: tensor_of(a) for arrays in self._others(part) for n, a in arrays.items()}
         if part is None or part not in self._layers:
             return found
-        layer = self._layers[part]
-        one = self._experts(part, layer.kept[:1])
-        for bank, ids in banks(layer).items():
+        one = self._experts(part, self._layers[part].kept[:1])
+        for bank, ids in banks(self._layers[part]).items():
             for projection in self._moe[part].projections:
-                path, arrays = self._path(part, bank, projection), one[projection.name]
-                format = self._formats[path]
-                if format != projection.format:
-                    bias = {"bias": arrays["bias"]} if "bias" in arrays else {}
-                    arrays = quantized(dequantized(arrays, projection.format), format) | bias
-                found |= {f"{path}.{leaf}": len(ids) * a.nbytes for leaf, a in arrays.items()}
+                path = self._path(part, bank, projection)
+                arrays = stored_as(one[projection.name], projection.format, self._formats[path])
+                found |= {f"{path}.{leaf}": tensor_of(a, len(ids)) for leaf, a in arrays.items()}
         return found
 
-    def tensors(self, part: Part, wanted: Sequence[str]) -> dict[str, mx.array]:
-        """The wanted tensors of a part, read and computed one module after the other."""
-        found: dict[str, mx.array] = {}
-        for arrays in self._modules(part, {name.rpartition(".")[0] for name in wanted}):
-            found |= {name: array for name, array in arrays.items() if name in wanted}
-            arrays.clear()
-            mx.eval(found)
-        return found
-
-    def _modules(self, part: Part, paths: set[str]) -> Iterator[dict[str, mx.array]]:
-        yield from self._others(part)
-        if part is not None and part in self._layers:
-            apart = self.source.experts_apart(part)
-            yield from (self._from_apart if apart else self._from_stacked)(part, paths)
+    def modules(self, part: Part, wanted: Iterable[str]) -> Iterator[dict[str, mx.array]]:
+        """The tensors of a part, lazily, one module after the other: those with a wanted one."""
+        paths = {name.rpartition(".")[0] for name in wanted}
+        for arrays in self._others(part):
+            if not paths.isdisjoint(name.rpartition(".")[0] for name in arrays):
+                yield arrays
+        if part is None or part not in self._layers:
+            return
+        for bank, ids in banks(self._layers[part]).items():
+            found = {self._path(part, bank, p): p for p in self._moe[part].projections}
+            if paths.isdisjoint(found):
+                continue
+            experts = self._experts(part, ids)
+            for path, projection in found.items():
+                arrays = experts.pop(projection.name)
+                if path in paths:
+                    if self._formats[path] != projection.format:
+                        arrays = self._rounded(arrays, part, path, projection, ids)
+                    yield {f"{path}.{leaf}": array for leaf, array in arrays.items()}
 
     def read_bytes(self) -> int:
         """Bytes that are read of the source: all that is written, and what is stacked with it."""
@@ -99,15 +111,14 @@ class Content:
                 if layer is None or not name.startswith(experts)
             }
             del weights
-        for path, format in self.plan.trunk.items():
-            if f"{path}.weight" in arrays:
-                leaves = [f"{path}.{leaf}" for leaf in ("weight", "scales", "biases")]
-                parts = {n.rpartition(".")[2]: arrays.pop(n) for n in leaves if n in arrays}
-                made = quantized(dequantized(parts, self._stored[path]), format)
-                yield {f"{path}.{leaf}": array for leaf, array in made.items()}
+        trunk = self.plan.trunk
         for rest in (arrays, carried):
-            for name in list(rest):
-                yield {name: rest.pop(name)}
+            for path in dict.fromkeys(name.rpartition(".")[0] for name in rest):
+                names = [name for name in rest if name.rpartition(".")[0] == path]
+                module = {name.rpartition(".")[2]: rest.pop(name) for name in names}
+                if path in trunk and "weight" in module:
+                    module = stored_as(module, self._stored[path], trunk[path])
+                yield {f"{path}.{leaf}" if path else leaf: a for leaf, a in module.items()}
 
     @cached_property
     def _stored(self) -> dict[str, Format]:
@@ -124,58 +135,40 @@ class Content:
         """Some experts of a layer, lazily and as in the source, by projection."""
         return experts_of(self.source, self.source.layer_weights(part, ids))
 
-    def _quantizer(self, part: int, bank: str, projection: Projection) -> Quantizer:
-        low = bank == ".low" or not (bank or self._layers[part].high)
-        return self._low_bank.quantizer(part, projection.name) if low else quantized
+    def _rounded(
+        self,
+        arrays: dict[str, mx.array],
+        part: int,
+        path: str,
+        projection: Projection,
+        ids: tuple[int, ...],
+    ) -> dict[str, mx.array]:
+        """Stacked experts in the format that is planned for `path`.
 
-    def _from_apart(self, part: int, paths: set[str]) -> Iterator[dict[str, mx.array]]:
-        """The banks in `paths` of a layer whose experts can be read one by one."""
-        for bank, ids in banks(self._layers[part]).items():
-            wanted = {
-                p: path
-                for p in self._moe[part].projections
-                if (path := self._path(part, bank, p)) in paths
-            }
-            copied = [p for p in wanted if self._formats[wanted[p]] == p.format]
-            whole = self._experts(part, ids) if copied else {}
-            for projection in copied:
-                yield _named(wanted[projection], whole.pop(projection.name))
-            del whole
-            rounded = [p for p in wanted if p not in copied]
-            if not rounded:
-                continue
-            # Few at once, so that few of the source's, wider matrices are in memory.
-            widest = max(2 * p.rows * p.columns for p in rounded)
-            size = max(1, _DENSE_BYTES // widest)
-            quantizers = {p: self._quantizer(part, bank, p) for p in rounded}
-            made: dict[Projection, list[dict[str, mx.array]]] = {p: [] for p in rounded}
-            for start in range(0, len(ids), size):
-                some = self._experts(part, ids[start : start + size])
-                for p in rounded:
-                    format = self._formats[wanted[p]]
-                    stored = requantized(some.pop(p.name), p.format, format, quantizers[p])
-                    mx.eval(stored)
-                    made[p].append(stored)
-                mx.clear_cache()
-            for p in rounded:
-                chunks = made.pop(p)
-                joined = {n: [chunk.pop(n) for chunk in chunks] for n in list(chunks[0])}
-                yield _named(wanted[p], {n: mx.concatenate(joined.pop(n)) for n in list(joined)})
-
-    def _from_stacked(self, part: int, paths: set[str]) -> Iterator[dict[str, mx.array]]:
-        """The same of a layer whose experts are one tensor, which is read whole, but once."""
+        Read in chunks of experts, lest all of their wider matrices be in memory.
+        """
         layer = self._layers[part]
-        stacked = self._experts(part, layer.kept)
-        for projection in self._moe[part].projections:
-            arrays, first = stacked.pop(projection.name), 0
-            for bank, ids in banks(layer).items():
-                path = self._path(part, bank, projection)
-                if path in paths:
-                    rows = {n: array[first : first + len(ids)] for n, array in arrays.items()}
-                    quantize = self._quantizer(part, bank, projection)
-                    format = self._formats[path]
-                    yield _named(path, requantized(rows, projection.format, format, quantize))
-                first += len(ids)
+        low = ids[0] in layer.kept[layer.high :]
+        quantize = self._low_bank.quantizer(part, projection.name) if low else quantized
+        size = max(1, _DENSE_BYTES // (2 * projection.rows * projection.columns))
+        chunks = []
+        for start in range(0, len(ids), size):
+            chunk = slice(start, start + size)
+            some = self.source.some_experts(part, projection.name, ids[chunk])
+            if some is None:
+                some = {name: array[chunk] for name, array in arrays.items()}
+            stored = stored_as(some, projection.format, self._formats[path], quantize)
+            mx.eval(stored)
+            chunks.append(stored)
+        return {name: mx.concatenate([c.pop(name) for c in chunks]) for name in list(chunks[0])}
+
+
+def tensor_of(array: mx.array, count: int | None = None) -> Tensor:
+    """Of an array, or of `count` times what is the first axis' only entry."""
+    shape, nbytes = tuple(array.shape), array.nbytes
+    if count is not None:
+        shape, nbytes = (count, *shape[1:]), count * nbytes
+    return Tensor(dtype_name(array.dtype), shape, nbytes)
 
 
 def experts_of(source: SourceModel, weights: dict[str, mx.array]) -> dict[str, dict[str, mx.array]]:
@@ -187,10 +180,6 @@ def experts_of(source: SourceModel, weights: dict[str, mx.array]) -> dict[str, d
             projection, _, leaf = name.removeprefix(head).rpartition(".")
             found.setdefault(projection, {})[leaf] = array
     return found
-
-
-def _named(path: str, arrays: dict[str, mx.array]) -> dict[str, mx.array]:
-    return {f"{path}.{leaf}": array for leaf, array in arrays.items()}
 
 
 def banks(layer: LayerPlan) -> dict[str, tuple[int, ...]]:

@@ -78,7 +78,7 @@ def outline(source: SourceModel, plan: Plan, *, saliency: Path | None = None) ->
 
 def _outline(content: Content) -> Outline:
     copied = copied_sizes(content.source.checkpoint.path)
-    return Outline(shards(content.sizes), copied, content.read_bytes())
+    return Outline(shards(content.foreseen), copied, content.read_bytes())
 
 
 def export(
@@ -111,7 +111,7 @@ def export(
     config = checkpoint_config(source, plan, spec, plan_file)
     content = Content(source, plan, spec, low_bank)
     made = _outline(content)
-    made_of = fingerprint(source, plan_file, low_bank.file)
+    made_of = fingerprint(source, plan_file, low_bank.sha256)
     loaded = made.nbytes - spec.carried_bytes
     if loaded != plan.waterfall.weights:
         raise ReapError(

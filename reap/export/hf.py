@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,9 @@ import mlx.core as mx
 
 from reap.artifacts import ModelSpec, Plan
 from reap.artifacts.files import recover, refuse_existing, sha256, write_json
-from reap.artifacts.partial import sync
 from reap.errors import CheckpointError, ReapError
 from reap.export.card import model_card
+from reap.export.content import Tensor
 from reap.export.export import (
     ExportResult,
     Outline,
@@ -39,7 +38,7 @@ from reap.export.export import (
 )
 from reap.export.partial import PartialExport, fingerprint, partial_export
 from reap.export.verify import check_forward
-from reap.export.writer import SHARD_BYTES, Shard
+from reap.export.writer import SHARD_BYTES, Shard, Writer
 from reap.models.checkpoint import ORIGIN, Checkpoint, TensorInfo, open_checkpoint
 from reap.models.formats import SCALE_SUFFIX
 from reap.models.source import SourceModel
@@ -67,8 +66,9 @@ class Piece:
         size = info.nbytes // info.shape[0]
         return [(info.offset + row * size, size) for row in self.rows]
 
-    def nbytes(self, info: TensorInfo) -> int:
-        return sum(size for _, size in self.ranges(info))
+    def tensor(self, info: TensorInfo) -> Tensor:
+        nbytes = sum(size for _, size in self.ranges(info))
+        return Tensor(info.dtype, self.shape(info), nbytes)
 
 
 def outline_hf(source: SourceModel, plan: Plan) -> Outline:
@@ -86,20 +86,31 @@ def _pieces_of(source: SourceModel, plan: Plan, spec: ModelSpec) -> list[Piece]:
 
 
 def _outline(source: SourceModel, pieces: Sequence[Piece]) -> Outline:
-    """The pieces in their order, in files of at most SHARD_BYTES."""
-    tensors = source.checkpoint.tensors
-    files: list[dict[str, int]] = [{}]
+    """The pieces in files of at most SHARD_BYTES, their order kept from file to file."""
+    files: list[dict[str, Tensor]] = [{}]
+    room = SHARD_BYTES
     for piece in pieces:
-        nbytes = piece.nbytes(tensors[piece.source])
-        if files[-1] and sum(files[-1].values()) + nbytes > SHARD_BYTES:
+        tensor = piece.tensor(source.checkpoint.tensors[piece.source])
+        if files[-1] and tensor.nbytes > room:
             files.append({})
-        files[-1][piece.name] = nbytes
+            room = SHARD_BYTES
+        files[-1][piece.name] = tensor
+        room -= tensor.nbytes
     shards = [
-        Shard(f"model-{number:05d}-of-{len(files):05d}.safetensors", {None: sizes})
-        for number, sizes in enumerate(files, 1)
+        Shard(f"model-{number:05d}-of-{len(files):05d}.safetensors", {None: _aligned(tensors)})
+        for number, tensors in enumerate(files, 1)
     ]
     total = sum(shard.nbytes for shard in shards)
     return Outline(shards, copied_sizes(source.checkpoint.path), total)
+
+
+def _aligned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Wide types first, as the reference writer has it, so that every tensor is aligned."""
+
+    def width(name: str) -> int:
+        return tensors[name].nbytes // max(1, math.prod(tensors[name].shape))
+
+    return {name: tensors[name] for name in sorted(tensors, key=width, reverse=True)}
 
 
 def export_hf(
@@ -308,48 +319,18 @@ def _write_shards(
     progress: Progress,
 ) -> None:
     """Write the shards that are not done."""
-    done = 0
-    for number, shard in enumerate(shards, start=1):
-        progress(f"writing shard {number} of {len(shards)}", done, len(pieces))
-        held = pieces[done : done + len(shard.tensors)]
-        if shard.name not in partial.done:
-            path = partial.checkpoint / shard.name
-            _write_shard(path, checkpoint, held)
-            sync(path)
-            partial.shard_done(shard.name, sha256(path))
-        done += len(held)
+    by_name = {piece.name: piece for piece in pieces}
 
+    def data(names: Iterable[str]) -> Iterator[bytes]:
+        for name in names:
+            info = checkpoint.tensors[by_name[name].source]
+            yield from _chunks(checkpoint.path / info.file, by_name[name].ranges(info))
 
-def _write_shard(path: Path, checkpoint: Checkpoint, shard: Sequence[Piece]) -> None:
-    """One safetensors file, copied in chunks.
-
-    Wide types come first, as the reference writer has it, so that every tensor is aligned.
-    """
-    tensors = checkpoint.tensors
-
-    def width(piece: Piece) -> int:
-        info = tensors[piece.source]
-        return info.nbytes // max(1, math.prod(info.shape))
-
-    ordered = sorted(shard, key=width, reverse=True)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for piece in ordered:
-        info = tensors[piece.source]
-        start, end = end, end + piece.nbytes(info)
-        header[piece.name] = {
-            "dtype": info.dtype,
-            "shape": list(piece.shape(info)),
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
-        for piece in ordered:
-            info = tensors[piece.source]
-            for chunk in _chunks(checkpoint.path / info.file, piece.ranges(info)):
-                out.write(chunk)
+    with Writer(partial) as writer:
+        for number, shard in enumerate(shards):
+            progress(f"writing shard {number + 1} of {len(shards)}", number, len(shards))
+            if shard.name not in partial.done:
+                writer.write(shard.name, shard.tensors, data(shard.tensors), "pt")
 
 
 def _chunks(path: Path, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:

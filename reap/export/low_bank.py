@@ -23,8 +23,8 @@ class LowBank:
         affine = any(format.mode == "affine" for format in plan.low.values())
         has_low = any(layer.low for layer in plan.layers)
         self._weighted = plan.low_rounding in NEEDS_MOMENTS and affine and has_low
-        self.file = saliency if self._weighted else None
-        """What the files that are written depend on."""
+        self.sha256 = plan.provenance.inputs.get("saliency", "") if self._weighted else None
+        """Of the saliency file, if what is written depends on it."""
         self.saliency: Saliency | None = None
         """What is known of the experts, to check them by; None if the plan's file is not there."""
         if self._weighted:

@@ -26,10 +26,10 @@ from reap.models.source import SourceModel
 FORMAT, VERSION = "reap-export-progress", 1
 
 
-def fingerprint(source: SourceModel, plan_file: Path, saliency: Path | None) -> dict[str, Any]:
+def fingerprint(source: SourceModel, plan_file: Path, saliency: str | None) -> dict[str, Any]:
     """Everything that the files depend on, by the name that a person knows it by.
 
-    `saliency`: the file that the low bank is rounded by, if it is.
+    `saliency`: sha256 of the file that the low bank is rounded by, if it is.
     """
     found = {
         "reap's version": __version__,
@@ -40,7 +40,7 @@ def fingerprint(source: SourceModel, plan_file: Path, saliency: Path | None) -> 
         "the model's config.json": sha256(source.checkpoint.path / "config.json"),
         "the model's weights": source.checkpoint.stamp(),
         "the plan": sha256(plan_file),
-        "the saliency file": None if saliency is None else sha256(saliency),
+        "the saliency file": saliency,
     }
     return dict(json.loads(json.dumps(found)))
 

@@ -130,7 +130,7 @@ def _check_tensors(
     )
 
 
-def check_forward(written: SourceModel, progress: Progress = silent, tokens: int = 4) -> None:
+def check_forward(written: SourceModel, progress: Progress = silent, tokens: int = 2) -> None:
     """Every layer as mlx-lm runs it, on a few tokens."""
     count = len(written.layers)
     ids = np.linspace(0, written.vocabulary - 1, tokens).astype(np.int32)

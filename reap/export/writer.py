@@ -2,62 +2,66 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import mlx.core as mx
 import numpy as np
 
-from reap.artifacts.files import sha256
 from reap.artifacts.partial import sync
 from reap.errors import CheckpointError
-from reap.export.content import Content, Part
+from reap.export.content import Content, Part, Tensor, tensor_of
 from reap.export.partial import PartialExport
-from reap.models.checkpoint import INDEX, read_header
+from reap.models.checkpoint import INDEX
 from reap.progress import Progress
 
 SHARD_BYTES = 5 * 10**9
 
-_CHUNK = 2**22
+_WRITE = 2**20  # bytes at a time: no write of gigabytes in one call
 _BLOCK = 2**18  # elements whose temporaries stay in a processor's cache
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A file to write: bytes by tensor name, for each part that it holds something of."""
+    """A file to write: its tensors by name, for each part that it holds something of."""
 
     name: str
-    parts: dict[Part, dict[str, int]]
+    parts: dict[Part, dict[str, Tensor]]
 
     @property
-    def tensors(self) -> dict[str, int]:
-        return {name: size for sizes in self.parts.values() for name, size in sizes.items()}
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: tensor for found in self.parts.values() for name, tensor in found.items()}
 
     @property
     def nbytes(self) -> int:
-        return sum(self.tensors.values())
+        return _nbytes(self.tensors)
 
 
-def shards(sizes: Mapping[Part, Mapping[str, int]], limit: int = SHARD_BYTES) -> list[Shard]:
-    """Divide tensors, bytes by part and name, into files of at most `limit` bytes.
+def shards(foreseen: Mapping[Part, Mapping[str, Tensor]], limit: int = SHARD_BYTES) -> list[Shard]:
+    """Divide tensors, by part and name, into files of at most `limit` bytes, in their order.
 
-    A file holds at most as much as the largest layer, since it is in memory while it is written,
-    and ends at a layer's end unless that layer alone is more. What belongs to one module (weight,
-    scales, biases) stays together if it can. A tensor that is larger than `limit` is a larger file.
+    A file holds at most as much as the largest layer, which is all that a kill can cost, and ends
+    at a layer's end unless that layer alone is more. What belongs to one module (weight, scales,
+    biases) stays together if it can. A tensor that is larger than `limit` is a larger file.
     """
-    totals = {part: sum(found.values()) for part, found in sizes.items()}
+    totals = {part: _nbytes(found) for part, found in foreseen.items()}
     most = min(limit, max((n for part, n in totals.items() if part is not None), default=limit))
-    made: list[dict[Part, dict[str, int]]] = [{}]
+    made: list[dict[Part, dict[str, Tensor]]] = [{}]
     room = most
-    for part, found in sizes.items():
+    for part, found in foreseen.items():
         if totals[part] > room and made[-1]:
             made.append({})
             room = most
         for tensors in _together(found, most):
-            size = sum(tensors.values())
+            size = _nbytes(tensors)
             if size > room and made[-1]:
                 made.append({})
                 room = most
@@ -69,95 +73,147 @@ def shards(sizes: Mapping[Part, Mapping[str, int]], limit: int = SHARD_BYTES) ->
     ]
 
 
-def _together(sizes: Mapping[str, int], most: int) -> Iterator[dict[str, int]]:
+def _together(found: Mapping[str, Tensor], most: int) -> Iterator[dict[str, Tensor]]:
     """The tensors of each module, one by one if they are more than `most`."""
-    modules: dict[str, dict[str, int]] = {}
-    for name, size in sizes.items():
-        modules.setdefault(name.rpartition(".")[0], {})[name] = size
+    modules: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in found.items():
+        modules.setdefault(name.rpartition(".")[0], {})[name] = tensor
     for module in modules.values():
-        if sum(module.values()) <= most:
+        if _nbytes(module) <= most:
             yield module
         else:
-            yield from ({name: size} for name, size in module.items())
+            yield from ({name: tensor} for name, tensor in module.items())
+
+
+def _nbytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 def write_shards(
     content: Content, files: Sequence[Shard], partial: PartialExport, progress: Progress
 ) -> None:
-    """Write the shards that are not done. A shard's digest is taken while the next one is read.
+    """Write the shards that are not done.
 
-    Raises CheckpointError for a tensor that is not finite, not as foreseen or not on the disk as it
-    was in memory, and OSError.
+    Raises CheckpointError for a tensor that is not finite or not as foreseen, and OSError.
     """
-    pending: list[tuple[str, Future[str]]] = []
-
-    def commit() -> None:
-        while pending:
-            name, digest = pending.pop()
-            partial.shard_done(name, digest.result())
-
-    with ThreadPoolExecutor(1) as worker:
-        try:
-            for shard in files:
-                if shard.name not in partial.done:
-                    path = partial.checkpoint / shard.name
-                    arrays = _read(content, shard, progress)
-                    _save(path, arrays)
-                    digest = worker.submit(sha256, path)
-                    _check_same(path, arrays)
-                    sync(path)  # here, as it would hold up the saving of the next one
-                    arrays.clear()
-                    mx.clear_cache()
-                    commit()
-                    pending.append((shard.name, digest))
-        finally:
-            commit()
+    left = [shard for shard in files if shard.name not in partial.done]
+    # Memory that one module leaves is the next one's, which spares the system the clearing of it.
+    layers = (_nbytes(found) for part, found in content.foreseen.items() if part is not None)
+    with buffers_kept(max(layers, default=0)), Writer(partial) as writer:
+        for shard in left:
+            writer.write(shard.name, shard.tensors, _buffers(content, shard, progress), "mlx")
 
 
-def _read(content: Content, shard: Shard, progress: Progress) -> dict[str, mx.array]:
-    arrays: dict[str, mx.array] = {}
+@contextmanager
+def buffers_kept(nbytes: int) -> Iterator[None]:
+    """Let MLX keep at most that much freed memory for its next arrays."""
+    before = mx.set_cache_limit(nbytes)
+    try:
+        yield
+    finally:
+        mx.set_cache_limit(before)
+        mx.clear_cache()
+
+
+def _buffers(content: Content, shard: Shard, progress: Progress) -> Iterator[np.ndarray]:
+    """The bytes of a shard's tensors in their order; at most one module's are in memory."""
     total = len(content.parts)
-    for part, sizes in shard.parts.items():
+    for part, tensors in shard.parts.items():
         what = "the rest"
         if part is not None:
             what = f"layer {part} ({part + 1} of {total - 1})"
         progress(f"writing {what}", total - 1 if part is None else part, total)
-        arrays |= content.tensors(part, list(sizes))
-    for name, size in shard.tensors.items():
-        if name not in arrays or arrays[name].nbytes != size:
-            found = f"{arrays[name].nbytes:,} bytes" if name in arrays else "absent"
-            raise CheckpointError(
-                f"{name} is {found}, {size:,} bytes were foreseen.", "this is a bug in reap"
-            )
-    check_finite(arrays)
-    return arrays
-
-
-def _save(path: Path, arrays: dict[str, mx.array]) -> None:
-    try:
-        mx.save_safetensors(str(path), arrays, metadata={"format": "mlx"})
-    except RuntimeError as error:
-        raise OSError(f"{error} (is the disk full?)") from error
-
-
-def _check_same(path: Path, arrays: Mapping[str, mx.array]) -> None:
-    """Read a shard back and compare it with what was to be written."""
-    buffer = memoryview(bytearray(_CHUNK))
-    header = read_header(path.parent, path.name)
-    if header.keys() != arrays.keys():
-        raise CheckpointError(f"{path} does not hold the tensors that were written to it.")
-    values = raw(arrays)
-    with open(path, "rb", buffering=0) as file:
-        for name, info in header.items():
-            wanted = values[name].view(np.uint8)
-            file.seek(info.offset)
-            for start in range(0, wanted.size, _CHUNK):
-                expected = wanted[start : start + _CHUNK]
-                part = buffer[: expected.size]
-                if file.readinto(part) != len(part) or not np.array_equal(part, expected):
+        awaited = iter(tensors.items())
+        for arrays in content.modules(part, tensors):
+            check_finite(arrays)
+            made = {name: arrays.pop(name) for name in list(arrays) if name in tensors}
+            for (name, array), values in zip(made.items(), raw(made).values()):
+                if (name, tensor_of(array)) != next(awaited, None):
                     raise CheckpointError(
-                        f"{name} is not in {path} as it was written: the disk or memory is faulty."
+                        f"{name} of shape {array.shape} is not what was foreseen in {shard.name}.",
+                        "this is a bug in reap",
                     )
+                yield values.view(np.uint8)
+
+
+class Writer:
+    """Writes files of tensors; each counts as done once it is on the disk.
+
+    While the next bytes are made, those before are hashed and written by threads of their own, and
+    the last file gets to the disk.
+    """
+
+    def __init__(self, partial: PartialExport) -> None:
+        self._partial = partial
+        self._hashing, self._writing, self._syncing = (ThreadPoolExecutor(1) for _ in range(3))
+        self._done: list[tuple[str, str, Future[None]]] = []
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._commit()
+        finally:
+            for threads in (self._hashing, self._writing, self._syncing):
+                threads.shutdown()
+
+    def write(
+        self, name: str, tensors: Mapping[str, Tensor], data: Iterable[Any], kind: str
+    ) -> None:
+        """Write a safetensors file: `data` are the bytes of `tensors` in their order, as buffers
+        of bytes.
+
+        Raises OSError.
+        """
+        digest, path = hashlib.sha256(), self._partial.checkpoint / name
+        with open(path, "wb", buffering=0) as file:
+            before: list[Future[None]] = []
+            try:
+                for buffer in chain((_header(tensors, kind),), data):
+                    _results(before)
+                    before = [
+                        self._hashing.submit(digest.update, buffer),
+                        self._writing.submit(_write, file, buffer),
+                    ]
+                _results(before)
+            finally:
+                wait(before)
+        self._commit()
+        self._done.append((name, digest.hexdigest(), self._syncing.submit(sync, path)))
+
+    def _commit(self) -> None:
+        while self._done:
+            name, digest, synced = self._done.pop()
+            synced.result()
+            self._partial.shard_done(name, digest)
+
+
+def _results(futures: Iterable[Future[None]]) -> None:
+    for future in futures:
+        future.result()
+
+
+def _header(tensors: Mapping[str, Tensor], kind: str) -> bytes:
+    """Little-endian u64 length and JSON, padded to align the data (safetensors format)."""
+    header: dict[str, Any] = {"__metadata__": {"format": kind}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write(file: BinaryIO, buffer: Any) -> None:
+    view = memoryview(buffer)
+    while view:
+        view = view[file.write(view[:_WRITE]) :]
 
 
 def raw(arrays: Mapping[str, mx.array]) -> dict[str, np.ndarray]:

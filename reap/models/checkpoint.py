@@ -29,8 +29,9 @@ ORIGIN = "reap.json"
 _DTYPES = {
     **{"U8": mx.uint8, "U16": mx.uint16, "U32": mx.uint32, "U64": mx.uint64},
     **{"I8": mx.int8, "I16": mx.int16, "I32": mx.int32, "I64": mx.int64},
-    **{"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32},
+    **{"F16": mx.float16, "BF16": mx.bfloat16, "F32": mx.float32, "BOOL": mx.bool_},
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,11 @@ class Checkpoint:
                 ) from None
             arrays.update((name, shard[name]) for name in wanted)
         return arrays
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """As safetensors spells it."""
+    return _NAMES[dtype]
 
 
 def open_checkpoint(model: str) -> Checkpoint:

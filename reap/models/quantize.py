@@ -43,31 +43,41 @@ def quantized(weight: mx.array, format: Format) -> dict[str, mx.array]:
     return arrays | ({"biases": biases[0]} if biases else {})
 
 
+def stored_as(
+    arrays: dict[str, mx.array],
+    source: Format,
+    target: Format,
+    quantize: Quantizer = quantized,
+) -> dict[str, mx.array]:
+    """A matrix, or stacked experts, from one format to another; a bias stays as it is.
+
+    Raises ReapError for a target that is dense while the source is quantized.
+    """
+    if source == target:
+        return arrays
+    if target.mode == "dense":
+        raise ReapError(
+            f"the source is {source.label}; storing it as {target.label} gains nothing."
+        )
+    bias = {"bias": arrays["bias"]} if "bias" in arrays else {}
+    return quantize(dequantized(arrays, source), target) | bias
+
+
 def requantized(
     arrays: dict[str, mx.array],
     source: Format,
     target: Format,
     quantize: Quantizer = quantized,
 ) -> dict[str, mx.array]:
-    """Stacked experts `[experts, …]` from one format to another; as they are if they agree.
-
-    Evaluated in chunks of experts, so that the dense matrices of a large layer are never all in
-    memory. Raises ReapError for a target that is dense while the source is quantized.
-    """
+    """`stored_as` for stacked experts `[experts, …]`, evaluated in chunks of experts, so that the
+    dense matrices of a large layer are never all in memory."""
     if source == target:
         return {name: mx.contiguous(array) for name, array in arrays.items()}
-    if target.mode == "dense":
-        raise ReapError(
-            f"the source is {source.label}; storing it as {target.label} gains nothing."
-        )
     chunks: list[dict[str, mx.array]] = []
     for start in range(0, arrays["weight"].shape[0], _EXPERTS_AT_ONCE):
         part = {name: a[start : start + _EXPERTS_AT_ONCE] for name, a in arrays.items()}
-        chunk = quantize(dequantized(part, source), target)
-        if "bias" in arrays:
-            chunk["bias"] = part["bias"]
-        mx.eval(chunk)
-        chunks.append(chunk)
+        chunks.append(stored_as(part, source, target, quantize))
+        mx.eval(chunks[-1])
     return {name: mx.concatenate([c[name] for c in chunks]) for name in chunks[0]}
 
 
