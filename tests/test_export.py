@@ -22,6 +22,7 @@ import mlx.nn as nn
 import models
 import numpy as np
 import pytest
+import yaml
 from exports import CASES, Exported, exported
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
@@ -30,6 +31,7 @@ from models import Tensors
 from reap.artifacts import Format, LayerPlan, ModelSpec, Plan, Provenance, Saliency
 from reap.artifacts.manifest import MANIFEST
 from reap.errors import ArtifactError, CheckpointError, ReapError
+from reap.export.card import model_card
 from reap.export.content import Content
 from reap.export.export import RUNTIME, check_plan
 from reap.export.verify import verify
@@ -297,6 +299,10 @@ def test_the_card_names_the_plan(tmp_path: Path) -> None:
     assert f"and {kept - high:,} as 2-bit g128. Layout: two-bank." in card
     assert f"**{made.plan.waterfall.weights:,}**" in card
     assert made.spec.model_sha256 in card
+    # A directory is no repository that the hub could link to.
+    assert "/" not in made.spec.model and "base_model" not in card
+    hub = model_card(made.plan, replace(made.spec, model="org/name"))
+    assert yaml.safe_load(hub.split("---\n")[1])["base_model"] == "org/name"
 
 
 # Verification

@@ -139,8 +139,13 @@ def plan(
         ),
     ] = False,
     extra: Annotated[
-        str, typer.Option(metavar="SIZE", help="The more that --sweep asks about.")
-    ] = "10GB",
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="The more that --sweep asks about; default: a twentieth of the size or budget.",
+            show_default=False,
+        ),
+    ] = None,
     diff: Annotated[
         Path | None,
         typer.Option(
