@@ -1011,8 +1011,9 @@ def test_size_of_the_original_stands_beside_the_plan_s(
     routers = sum(m.bytes() for m in spec.modules if m.role == "router")
     routers += spec.num_experts * sum(layer.router_row_bytes for layer in spec.moe_layers)
     assert data.base_weight_bytes == spec.trunk_bytes() + routers + spec.experts_bytes
-    size = data.unit.number(data.base_weight_bytes)
-    assert f"MB, from {size} perplexity" in Page(render(data)).words
+    words = Page(render(data)).words
+    assert f"The original's weights are {data.base_weight_bytes / 1e6:.2f} MB." in words
+    assert f"MB, {100 * data.weight_bytes / data.base_weight_bytes:.0f} % perplexity" in words
 
 
 def test_map_json_is_plain(data: ReportData) -> None:
