@@ -30,6 +30,7 @@ from models import Tensors
 
 from reap.artifacts import Format, LayerPlan, ModelSpec, Plan, Provenance, Saliency
 from reap.artifacts.manifest import MANIFEST
+from reap.cli.show import checkpoint_figures
 from reap.errors import ArtifactError, CheckpointError, ReapError
 from reap.export.card import model_card
 from reap.export.content import Content
@@ -289,6 +290,23 @@ def test_config_says_what_was_kept(family: str, shape: str, trunk: str) -> None:
 def test_a_plan_that_changes_nothing_of_a_plain_model_needs_no_quantization() -> None:
     config = json.loads((exported("qwen3_moe", "identity").path / "config.json").read_text())
     assert "quantization" not in config
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "high"),
+    [
+        ("kimi_k3", "two-bank", "mxfp4"),
+        ("qwen3_moe", "two-bank", "as stored"),
+        ("qwen3_moe", "identity", "16-bit"),
+    ],
+)
+def test_inspection_names_the_banks_formats(family: str, shape: str, high: str) -> None:
+    made = exported(family, shape)
+    found = checkpoint_figures(open_source(str(made.path)))["expert_formats"]
+    assert found == {
+        layer.layer: [high] * (layer.high > 0) + ["2-bit g128"] * (layer.high < len(layer.kept))
+        for layer in made.plan.layers
+    }
 
 
 def test_the_card_names_the_plan(tmp_path: Path) -> None:
