@@ -226,6 +226,22 @@ def test_figures_without_a_standard_error_are_null_in_json(place: Path) -> None:
     assert "(one document)" in run("inspect", file).out
 
 
+def test_small_divergences_keep_their_digits(place: Path) -> None:
+    file = RUN / "evaluation.json"
+    evaluation = Evaluation.load(file)
+    small = [
+        replace(d, kl=1e-6 * (1 + i % 2) * d.tokens) for i, d in enumerate(evaluation.documents)
+    ]
+    replace(evaluation, documents=tuple(small)).save(file, force=True)
+
+    line = run("inspect", file).out.splitlines()[-1]
+
+    kl = Evaluation.load(file).mean_kl
+    value, error = (float(part) for part in re.findall(r"0\.\d+", line))
+    assert value == pytest.approx(kl.value, rel=0.05)
+    assert error == pytest.approx(kl.error, rel=0.5)
+
+
 # Which run
 
 
@@ -803,6 +819,10 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "sweep and out": (
         ("plan", "--size", "9.6MB", "--sweep", "--out", "x"),
         "--sweep has no use for --out.",
+    ),
+    "extra alone": (
+        ("plan", "--size", "9.6MB", "--extra", "1MB", "--out", "x"),
+        "--extra has no use without --sweep.",
     ),
     "sweep without covariances": (
         ("plan", "--size", "9.6MB", "--sweep", "--low-rounding", "feedback"),

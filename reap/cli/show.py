@@ -133,6 +133,8 @@ def show_plan(plan: Plan) -> None:
     if "recipe" not in plan.settings:  # a plain recipe is not the best of anything
         line_of_damage += f", no plan is below {plan.lower_bound:.4g}"
     say(f"{line_of_damage}.")
+    if plan.alternatives:
+        say("Others at no more bytes:")
     for name, damage in plan.alternatives.items():
         say(f"  {name}: {damage:.4g}")
     for assumed in plan.settings.get("assumed", ()):
@@ -221,6 +223,8 @@ def evaluation_figures(evaluation: Evaluation) -> Figures:
 
 
 def show_evaluation(evaluation: Evaluation) -> None:
+    from reap.report.formatting import nats_digits
+
     compared = evaluation.reference is not None
     rows = []
     for domain in evaluation.domains:
@@ -229,7 +233,7 @@ def show_evaluation(evaluation: Evaluation) -> None:
         if score.base_perplexity and score.kl and score.same_top:
             row += [
                 f"{score.base_perplexity.value:.3f}",
-                _with_error(score.kl, 5),
+                _with_error(score.kl, nats_digits([score.kl])),
                 f"{100 * score.same_top.value:.1f} %",
             ]
         rows.append(row)
@@ -238,7 +242,8 @@ def show_evaluation(evaluation: Evaluation) -> None:
         columns += ["source's", "KL ± SE (nats)", "same top token"]
     table(evaluation.label, columns, rows)
     if compared:
-        say(f"Mean KL over the domains: {_with_error(evaluation.mean_kl, 5)} nats.")
+        mean = evaluation.mean_kl
+        say(f"Mean KL over the domains: {_with_error(mean, nats_digits([mean]))} nats.")
 
 
 def _with_error(estimate: Estimate, digits: int) -> str:
