@@ -226,6 +226,22 @@ def test_figures_without_a_standard_error_are_null_in_json(place: Path) -> None:
     assert "(one document)" in run("inspect", file).out
 
 
+def test_small_divergences_keep_their_digits(place: Path) -> None:
+    file = RUN / "evaluation.json"
+    evaluation = Evaluation.load(file)
+    small = [
+        replace(d, kl=1e-6 * (1 + i % 2) * d.tokens) for i, d in enumerate(evaluation.documents)
+    ]
+    replace(evaluation, documents=tuple(small)).save(file, force=True)
+
+    line = run("inspect", file).out.splitlines()[-1]
+
+    kl = Evaluation.load(file).mean_kl
+    value, error = (float(part) for part in re.findall(r"0\.\d+", line))
+    assert value == pytest.approx(kl.value, rel=0.05)
+    assert error == pytest.approx(kl.error, rel=0.5)
+
+
 # Which run
 
 
@@ -310,6 +326,12 @@ def test_a_plan_outside_the_run_needs_a_place_for_what_is_made_of_it(place: Path
     assert run("evaluate", "made", "--out", "e.json", "--tokens", 100).code == 0
     files = ("--plan", "other.json", "--evaluation", "e.json")
     assert run("report", *files, "--out", "r.html").code == 0
+    rival = ("--rival", "e.json", "--rival-plan", "other.json", "--out", "both.html")
+    assert run("report", *rival).code == 0
+    predicted = '<th scope="col">predicted, nats</th>'
+    assert predicted in Path("both.html").read_text("utf-8")
+    assert run("report", *rival[:2], "--out", "one.html").code == 0
+    assert predicted not in Path("one.html").read_text("utf-8")
 
 
 def test_a_run_s_own_report_is_renewed(place: Path) -> None:
@@ -357,7 +379,12 @@ def test_sweep_and_diff_write_nothing(place: Path) -> None:
     damages = [point["damage"] for point in found["frontier"]]
     assert damages == sorted(damages, reverse=True) and damages[-1] == 0
     assert found["more"]["extra"] == 500_000 and found["more"]["gain"] > 0
-    assert "best plain recipe" in run("plan", "--size", "9MB", "--sweep").err
+    assert found["asked"] == 9_000_000
+    assert 9_000_000 in [point["amount"] for point in found["frontier"]]
+    table = run("plan", "--size", "9MB", "--sweep").err
+    assert "best plain recipe" in table and "450.0 KB more" in table
+    (asked,) = (line for line in table.splitlines() if "asked" in line)
+    assert asked.split()[1:3] == ["9.0", "MB"]
     assert sorted(Path().rglob("*")) == before
 
     assert run("plan", "--size", "8MB", "--out", "other.json").code == 0
@@ -410,7 +437,15 @@ def test_inspect_shows_every_kind_of_file(place_with_checkpoint: Path) -> None:
     found = run("inspect", RUN / "checkpoint", "--json").json
     assert found["expert_counts"] == plan.expert_counts
     assert found["expert_bank_split"] == plan.expert_bank_split
-    assert run("inspect", MODEL, "--json").json["expert_counts"] == [0, 64, 64, 64, 64, 64]
+    embedded = run("inspect", MODEL, "--json").json
+    assert embedded["expert_counts"] == [0, 64, 64, 64, 64, 64]
+    assert embedded["expert_formats"] == {str(layer): ["mxfp4"] for layer in range(1, 6)}
+
+
+def test_inspect_names_the_files_of_a_run(place_with_checkpoint: Path) -> None:
+    result = run("inspect", RUN)
+    assert (result.code, result.error) == (1, f"{RUN} is a run, not a checkpoint.")
+    assert f"{RUN / 'plan.json'}, {RUN / 'evaluation.json'}, {RUN / 'checkpoint'}" in result.err
 
 
 # Merge
@@ -784,6 +819,10 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "sweep and out": (
         ("plan", "--size", "9.6MB", "--sweep", "--out", "x"),
         "--sweep has no use for --out.",
+    ),
+    "extra alone": (
+        ("plan", "--size", "9.6MB", "--extra", "1MB", "--out", "x"),
+        "--extra has no use without --sweep.",
     ),
     "sweep without covariances": (
         ("plan", "--size", "9.6MB", "--sweep", "--low-rounding", "feedback"),

@@ -22,6 +22,7 @@ import mlx.nn as nn
 import models
 import numpy as np
 import pytest
+import yaml
 from exports import CASES, Exported, exported
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
@@ -29,8 +30,10 @@ from models import Tensors
 
 from reap.artifacts import Format, LayerPlan, ModelSpec, Plan, Provenance, Saliency
 from reap.artifacts.manifest import MANIFEST
+from reap.cli.show import checkpoint_figures
 from reap.errors import ArtifactError, CheckpointError, ReapError
 from reap.export import outline
+from reap.export.card import model_card
 from reap.export.content import Content, Tensor
 from reap.export.export import RUNTIME, check_plan
 from reap.export.verify import verify
@@ -290,6 +293,23 @@ def test_a_plan_that_changes_nothing_of_a_plain_model_needs_no_quantization() ->
     assert "quantization" not in config
 
 
+@pytest.mark.parametrize(
+    ("family", "shape", "high"),
+    [
+        ("kimi_k3", "two-bank", "mxfp4"),
+        ("qwen3_moe", "two-bank", "as stored"),
+        ("qwen3_moe", "identity", "16-bit"),
+    ],
+)
+def test_inspection_names_the_banks_formats(family: str, shape: str, high: str) -> None:
+    made = exported(family, shape)
+    found = checkpoint_figures(open_source(str(made.path)))["expert_formats"]
+    assert found == {
+        layer.layer: [high] * (layer.high > 0) + ["2-bit g128"] * (layer.high < len(layer.kept))
+        for layer in made.plan.layers
+    }
+
+
 def test_the_card_names_the_plan(tmp_path: Path) -> None:
     made = exported("kimi_k3", "two-bank")
     card = (made.path / "README.md").read_text()
@@ -298,6 +318,10 @@ def test_the_card_names_the_plan(tmp_path: Path) -> None:
     assert f"and {kept - high:,} as 2-bit g128. Layout: two-bank." in card
     assert f"**{made.plan.waterfall.weights:,}**" in card
     assert made.spec.model_sha256 in card
+    # A directory is no repository that the hub could link to.
+    assert "/" not in made.spec.model and "base_model" not in card
+    hub = model_card(made.plan, replace(made.spec, model="org/name"))
+    assert yaml.safe_load(hub.split("---\n")[1])["base_model"] == "org/name"
 
 
 # Verification

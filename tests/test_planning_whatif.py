@@ -55,6 +55,10 @@ def test_frontier_from_the_smallest_plan_to_everything() -> None:
         assert all(p.lower_bound <= p.damage for p in points)
         if settings.budget is not None:
             assert points[-1].amount > source_bytes(spec) / 0.9
+    # The settings' own stands among them, if it is between the ends.
+    own = (points[0].weights + points[-1].weights) // 2 + 1
+    asked = frontier(saliency, PlanSettings(size=own), 9)
+    assert len(asked) == 10 and own in [point.amount for point in asked]
     # What cannot be lossless ends with everything in the high bank.
     dense = make_saliency(make_spec(layers=3, experts=32, source=BF16))
     last = frontier(dense, PlanSettings(size=1, high="4bit"), 3)[-1]
@@ -82,10 +86,11 @@ def test_next_bytes() -> None:
     text = str(more)
     assert f"damage {now.damage:.4g} → {then.damage:.4g}" in text
     assert all(f"layer {layer}:" in text for layer in changed)
+    assert next_bytes(saliency, settings) == next_bytes(saliency, settings, size // 20)
     # Ten gigabytes hold all of this model; a budget works as a size does.
-    whole = next_bytes(saliency, PlanSettings(budget=2 * size, context=0))
+    whole = next_bytes(saliency, PlanSettings(budget=2 * size, context=0), 10**10)
     assert whole.damage == (0, 0) and whole.layers == ()
-    whole = next_bytes(saliency, settings)
+    whole = next_bytes(saliency, settings, 10**10)
     assert whole.damage[1] == 0
     assert all(change.kept[1] == 32 for change in whole.layers)
     with pytest.raises(BudgetError):

@@ -351,8 +351,8 @@ def test_numbers_are_printed_one_way() -> None:
         "1,234.50", "−0.50", "0.00", "–"]  # fmt: skip
     assert [significant(v) for v in (0, 0.0412, 12345, 1.5e-7, -3.25e-9)] == [
         "0", "0.0412", "12,345", "1.50 × 10⁻⁷", "−3.25 × 10⁻⁹"]  # fmt: skip
-    assert [tick(v) for v in (0, 0.001, 1e-5, 3e-5, 20000, 0.30000000000000004)] == [
-        "0", "0.001", "10⁻⁵", "3·10⁻⁵", "20,000", "0.3"]  # fmt: skip
+    assert [tick(v) for v in (0, 0.001, 1e-5, 3e-5, 20000, 1e5, 0.1 + 0.2)] == [
+        "0", "0.001", "10⁻⁵", "3·10⁻⁵", "20,000", "10⁵", "0.3"]  # fmt: skip
     assert Unit.for_bytes(1_446_500_000_000).text(390_000_000_000) == "390.00\xa0GB"
     assert Unit.for_bytes(4_000_000).text(1_234_567) == "1.23\xa0MB"
 
@@ -380,7 +380,10 @@ def test_verdict_says_what_was_kept_and_what_it_cost(data: ReportData, plan: Pla
     assert "in the band “typical 4-bit”" in text
     assert "models with pruned experts usually near 0.1" in text
     assert "Of 5 other plans measured on the same documents, it is clearly closer" in text
-    assert text.endswith("to the original than 4, not clearly different from 1.")
+    assert "to the original than 4, not clearly different from 1; the best of them is" in text
+    best = data.contenders[1]
+    assert text.endswith(f"“{best.label}”, at {nats(best.kl)} nats.")
+    assert best.kl == min((c.kl for c in data.contenders[1:]), key=lambda kl: kl.value)
 
 
 def test_without_evaluation_it_says_so(saliency: Saliency, plan: Plan) -> None:
@@ -572,12 +575,14 @@ def test_page_is_whole_and_loads_nothing(data: ReportData) -> None:
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len({*ids})
     for tag, attrs in page.tags:
-        assert not {"src", "href", "srcset", "xlink:href", "action"} & {*attrs}, tag
+        assert not {"src", "srcset", "xlink:href", "action"} & {*attrs}, tag
+        assert "href" not in attrs or tag == "a", tag
         if tag == "svg":
             assert attrs["role"] == "img" and attrs["aria-label"]
         assert attrs.get("aria-labelledby", ids[0]) in ids
     assert page.count("svg") >= 12
-    assert not re.search(r"https?://|//cdn|@import|url\(|fetch\(|XMLHttp|import\(", text)
+    unlinked = re.sub(r'<a href="https://[^"]+">', "", text)
+    assert not re.search(r"https?://|//cdn|@import|url\(|fetch\(|XMLHttp|import\(", unlinked)
     assert not re.search(r"\bnan\b|\binf\b|undefined|\bNone\b", page.words)
 
 
@@ -913,8 +918,10 @@ def test_paired_ratio_stands_beside_the_perplexity(
 
 
 def test_reference_bands_have_a_source(data: ReportData) -> None:
-    words = Page(render(data)).words
-    assert "smcleod.net" in words and "llama.cpp, pull request 6936" in words
+    page = Page(render(data))
+    assert "smcleod.net" in page.words and "llama.cpp, pull request 6936" in page.words
+    links = " ".join(attrs["href"] or "" for tag, attrs in page.tags if tag == "a")
+    assert all(part in links for part in ("//smcleod.net/", "llama.cpp/pull/6936", "2510.13999"))
 
 
 def test_rank_correlation_is_spearmans() -> None:
@@ -952,10 +959,61 @@ def test_predictions_are_set_against_measurements(
     assert "Predicted damage against measured divergence" in page.words
     assert "1 of the other plans given belong to none of the evaluations" in page.words
     assert "1 of the other plans given predict damage from another" in page.words
+    missing = "No prediction (–): the plan of that checkpoint was not given"
+    assert missing in page.words and "predicted, nats" in page.words
+    paths["rivals"] = paths["rivals"][:3]  # type: ignore[index]
+    report(tmp_path / "all.html", paths)
+    assert missing not in Page((tmp_path / "all.html").read_text(encoding="utf-8")).words
     paths["rival_plans"] = ()
     data = report(tmp_path / "s.html", paths)
     assert data.predictions == data.contenders[:1]
+    assert "predicted, nats" not in Page(render(data)).words
     assert "Predicted damage against measured" not in render(data)
+
+
+def test_bars_have_their_numbers(data: ReportData, saliency: Saliency) -> None:
+    def values(title: str, page: str) -> list[str]:
+        (chart,) = (s for s in re.findall(r"<svg.*?</svg>", page, re.S)
+                    if f"<title>{title}" in s)  # fmt: skip
+        return re.findall(r'class="value"[^>]*>([^<]+)<', chart)
+
+    page = render(data)
+    kept = [str(layer.kept) for layer in data.layers]
+    assert values("Experts kept in each layer", page) == kept
+    assert values("Predicted damage of other plans", page) == ["0.0412", "0.0467", "0.0533",
+                                                               "0.131"]  # fmt: skip
+    shares = [f"{100 * mass.kept:.1f}\xa0%" for mass in data.domains]
+    assert values("Energy kept in each domain", page) == shares
+    assert values("Experts kept in each layer", render(make_k3())) == []  # no room; in the table
+
+
+def test_tokens_are_said_to_be_scored_or_read(data: ReportData, evaluation: Evaluation) -> None:
+    words = Page(render(data)).words
+    scored = sum(document.tokens for document in evaluation.documents)
+    assert f"{scored:,} tokens of 36 documents were scored" in words
+    assert "domain documents tokens scored" in words and "documents tokens read" in words
+
+
+def test_divergence_below_zero_is_explained(
+    data: ReportData, saliency: Saliency, plan: Plan, evaluation: Evaluation
+) -> None:
+    note = "A divergence cannot be below zero"
+    assert note not in Page(render(data)).words
+    rounded = replace(evaluation, kl_quantiles=evaluation.kl_quantiles | {"0": -3.9e-6})
+    words = Page(render(ReportData.build(saliency, plan, rounded))).words
+    assert note in words and "-3.90e-06" in words
+
+
+def test_size_of_the_original_stands_beside_the_plan_s(
+    data: ReportData, saliency: Saliency
+) -> None:
+    spec = saliency.spec
+    routers = sum(m.bytes() for m in spec.modules if m.role == "router")
+    routers += spec.num_experts * sum(layer.router_row_bytes for layer in spec.moe_layers)
+    assert data.base_weight_bytes == spec.trunk_bytes() + routers + spec.experts_bytes
+    words = Page(render(data)).words
+    assert f"The original's weights are {data.base_weight_bytes / 1e6:.2f} MB." in words
+    assert f"MB, {100 * data.weight_bytes / data.base_weight_bytes:.0f} % perplexity" in words
 
 
 def test_map_json_is_plain(data: ReportData) -> None:

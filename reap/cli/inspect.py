@@ -50,6 +50,7 @@ def inspect(
     if file.is_dir():
         from reap.models.source import open_source
 
+        _refuse_run(file)
         files = _checked_files(file, hashing=verify)
         source = open_source(str(file), trust_remote_code=trust_remote_code)
         figures = show.checkpoint_figures(source)
@@ -69,6 +70,22 @@ def inspect(
         shown(Saliency.load(file), show.saliency_figures, show.show_saliency)
     else:
         raise ArtifactError(f"{file} is not a file that reap wrote.")
+
+
+def _refuse_run(directory: Path) -> None:
+    """Raise ReapError, naming what can be inspected, if `directory` is a run's."""
+    from reap.cli.rundir import RunDirectory
+    from reap.errors import ReapError
+
+    run = RunDirectory(directory)
+    if (directory / "config.json").exists():
+        return
+    found = [p for p in (run.saliency, run.plan, run.evaluation, run.checkpoint) if p.exists()]
+    if found:
+        raise ReapError(
+            f"{directory} is a run, not a checkpoint.",
+            f"inspect one of its files: {', '.join(map(str, found))}",
+        )
 
 
 def _checked_files(checkpoint: Path, *, hashing: bool) -> list[FileCheck]:

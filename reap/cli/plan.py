@@ -139,8 +139,13 @@ def plan(
         ),
     ] = False,
     extra: Annotated[
-        str, typer.Option(metavar="SIZE", help="The more that --sweep asks about.")
-    ] = "10GB",
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="The more that --sweep asks about; default: a twentieth of the size or budget.",
+            show_default=False,
+        ),
+    ] = None,
     diff: Annotated[
         Path | None,
         typer.Option(
@@ -193,11 +198,13 @@ def plan(
 
 
 def _refuse_idle_options(ctx: typer.Context, *, diff: bool, sweep: bool) -> None:
-    """Raise ReapError for options that --diff or --sweep would do nothing with."""
+    """Raise ReapError for options that --diff or --sweep, or their absence, leaves without use."""
     idle = {"plain", "seed", "force"} | ({"out"} if sweep else set())
     if diff:
         idle = set(ctx.params) - {"diff", "out", "run", "json", "saliency"}
     if not (diff or sweep):
+        if ctx.params["extra"] is not None:
+            raise ReapError("--extra has no use without --sweep.", "leave it out, or add --sweep")
         return
     for name in ctx.params:
         source = ctx.get_parameter_source(name)

@@ -35,6 +35,14 @@ def report(
             show_default=False,
         ),
     ] = None,
+    rival_plan: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Plan of a --rival's checkpoint, to show what it predicted; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="HTML file; default: the run's.", show_default=False),
@@ -66,6 +74,7 @@ def report(
         plan=plan_file,
         evaluation=evaluation,
         rivals=rival or (),
+        rival_plans=rival_plan or (),
         force=force,
     )
     if json:

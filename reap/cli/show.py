@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,6 +133,8 @@ def show_plan(plan: Plan) -> None:
     if "recipe" not in plan.settings:  # a plain recipe is not the best of anything
         line_of_damage += f", no plan is below {plan.lower_bound:.4g}"
     say(f"{line_of_damage}.")
+    if plan.alternatives:
+        say("Others at no more bytes:")
     for name, damage in plan.alternatives.items():
         say(f"  {name}: {damage:.4g}")
     for assumed in plan.settings.get("assumed", ()):
@@ -159,19 +161,20 @@ def diff_figures(found: PlanDiff) -> Figures:
     return asdict(found) | {"jaccard": found.jaccard}
 
 
-def sweep(saliency: Path, settings: PlanSettings, extra: str, *, quiet: bool) -> Figures:
+def sweep(saliency: Path, settings: PlanSettings, extra: str | None, *, quiet: bool) -> Figures:
     """The frontier of sizes and what `extra` more bytes buy; a table on stderr unless `quiet`."""
     from reap.planning import frontier, next_bytes, parse_size
 
     measured = Saliency.load(saliency)
     points = frontier(measured, settings)
-    more = next_bytes(measured, settings, parse_size(extra))
+    more = next_bytes(measured, settings, parse_size(extra) if extra else None)
     if not quiet:
         rows = []
         for point in points:
             best = min(point.plain, key=lambda name: point.plain[name], default="")
             rows.append(
                 [
+                    "asked" if point.amount == settings.amount else "",
                     format_size(point.amount),
                     format_size(point.weights),
                     f"{point.kept:,}",
@@ -185,11 +188,12 @@ def sweep(saliency: Path, settings: PlanSettings, extra: str, *, quiet: bool) ->
         what = "size" if settings.budget is None else "budget"
         table(
             "Predicted damage",
-            [what, "weights", "kept", "high", "layout", "damage", "bound", "best plain recipe"],
+            ["", what, "weights", "kept", "high", "layout", "damage", "bound", "best plain recipe"],
             rows,
         )
         say(str(more))
     return {
+        "asked": settings.amount,
         "frontier": [asdict(point) for point in points],
         "more": asdict(more) | {"gain": more.gain},
     }
@@ -219,6 +223,8 @@ def evaluation_figures(evaluation: Evaluation) -> Figures:
 
 
 def show_evaluation(evaluation: Evaluation) -> None:
+    from reap.report.formatting import nats_digits
+
     compared = evaluation.reference is not None
     rows = []
     for domain in evaluation.domains:
@@ -227,16 +233,17 @@ def show_evaluation(evaluation: Evaluation) -> None:
         if score.base_perplexity and score.kl and score.same_top:
             row += [
                 f"{score.base_perplexity.value:.3f}",
-                _with_error(score.kl, 5),
+                _with_error(score.kl, nats_digits([score.kl])),
                 f"{100 * score.same_top.value:.1f} %",
             ]
         rows.append(row)
-    columns = ["domain", "tokens", "perplexity ± SE"]
+    columns = ["domain", "tokens scored", "perplexity ± SE"]
     if compared:
         columns += ["source's", "KL ± SE (nats)", "same top token"]
     table(evaluation.label, columns, rows)
     if compared:
-        say(f"Mean KL over the domains: {_with_error(evaluation.mean_kl, 5)} nats.")
+        mean = evaluation.mean_kl
+        say(f"Mean KL over the domains: {_with_error(mean, nats_digits([mean]))} nats.")
 
 
 def _with_error(estimate: Estimate, digits: int) -> str:
@@ -254,29 +261,40 @@ def checkpoint_figures(source: SourceModel) -> Figures:
         source.num_experts if index in source.moe_layers else 0 for index in range(count)
     ]
     tensors = source.checkpoint.tensors
+    splits = config.get("expert_bank_split") or [0] * count
     return {
         "model_type": config["model_type"],
         "bytes": source.checkpoint.nbytes,
         "loaded_bytes": sum(tensors[name].nbytes for name in source.loaded_names()),
         "tensors": len(tensors),
         "expert_counts": counts,
-        "expert_bank_split": config.get("expert_bank_split") or [0] * count,
-        "expert_formats": {index: _bank_formats(source, index) for index in source.moe_layers},
+        "expert_bank_split": splits,
+        "expert_formats": _bank_formats(source, splits),
     }
 
 
-def _bank_formats(source: SourceModel, index: int) -> list[str]:
-    """Formats of the banks of one layer, the high one first, from the checkpoint's config."""
+def _bank_formats(source: SourceModel, splits: Sequence[int]) -> dict[int, list[str]]:
+    """Formats of every layer's banks, the high one first: the config's, else the tensors'."""
     quantization = source.config.get("quantization") or {}
-    experts = f"{source.layer_prefix(index)}.{source.family.experts}"
-    banks = [f"{experts}.high", f"{experts}.low", experts]
-    found = []
-    for bank in banks:
-        entries = [value for path, value in quantization.items() if path.rpartition(".")[0] == bank]
-        labels = [Format(e["bits"], e["group_size"], e["mode"]).label for e in entries]
-        if labels:
-            found.append("/".join(dict.fromkeys(labels)))
-    return found or ["as stored"]
+    stored: dict[int, str] = {}
+    if "model_file" not in source.config:
+        for layer in source.spec().moe_layers:
+            stored[layer.layer] = _joined(p.format for p in layer.projections)
+
+    def label(index: int, bank: str) -> str:
+        path = f"{source.layer_prefix(index)}.{source.family.experts}{bank}"
+        entries = [value for name, value in quantization.items() if name.rpartition(".")[0] == path]
+        named = _joined(Format(e["bits"], e["group_size"], e["mode"]) for e in entries)
+        return named or stored.get(index, "as stored")
+
+    return {
+        index: [label(index, bank) for bank in ((".high", ".low") if splits[index] else ("",))]
+        for index in source.moe_layers
+    }
+
+
+def _joined(formats: Iterable[Format]) -> str:
+    return "/".join(dict.fromkeys(format.label for format in formats))
 
 
 def show_checkpoint(source: SourceModel) -> None:

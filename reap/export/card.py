@@ -29,7 +29,8 @@ def model_card(plan: Plan, spec: ModelSpec, *, layout: str | None = None) -> str
         f"library_name: {'transformers' if hf else 'mlx'}",
         "pipeline_tag: text-generation",
         f"tags: [{'' if hf else 'mlx, '}reap, pruned, mixture-of-experts]",
-        f"base_model: {spec.model}",
+        # The hub refuses cards whose base model is no repository of it.
+        *([f"base_model: {spec.model}"] if "/" in spec.model else []),
         "---",
         "",
         f"# {spec.model}, pruned with reap",

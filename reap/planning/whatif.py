@@ -80,13 +80,15 @@ def frontier(
     """One point for each of `sizes`, by rising bytes, without those at which nothing fits.
 
     sizes: budgets if the settings have a budget, else sizes of the weights; or how many to spread
-    evenly from the smallest plan to the largest that helps.
+    evenly from the smallest plan to the largest that helps, beside the settings' own if between.
     """
     task = prepare(saliency, settings)
     if isinstance(sizes, int):
         ends = _bytes(task, *smallest(task)), _bytes(task, *_largest(task))
         steps = max(sizes - 1, 1)
         sizes = [ends[0] + (ends[1] - ends[0]) * step // steps for step in range(steps + 1)]
+        if ends[0] < settings.amount < ends[1]:
+            sizes.append(settings.amount)
     points = []
     for amount in sorted(set(sizes)):
         resized = task.with_amount(amount)
@@ -108,8 +110,12 @@ def frontier(
     return points
 
 
-def next_bytes(saliency: Saliency, settings: PlanSettings, extra: int = 10 * 10**9) -> NextBytes:
-    """What `extra` more bytes of budget or size would buy. Raises BudgetError as make_plan does."""
+def next_bytes(saliency: Saliency, settings: PlanSettings, extra: int | None = None) -> NextBytes:
+    """What `extra` more bytes of budget or size (None: a twentieth of it) would buy.
+
+    Raises BudgetError as make_plan does.
+    """
+    extra = max(settings.amount // 20, 1) if extra is None else extra
     task = prepare(saliency, settings)
     now, layout = _solved(task)
     amount = settings.amount + extra

@@ -15,7 +15,7 @@ from reap.artifacts.plan import Plan
 from reap.artifacts.saliency import CRITERIA, Saliency
 from reap.errors import ArtifactError
 from reap.report import formatting
-from reap.report.data import InputFile, ReportData, band
+from reap.report.data import InputFile, ReportData
 from reap.report.figures import draw, packed_map
 from reap.report.tables import tabulate
 
@@ -100,7 +100,6 @@ def render(data: ReportData) -> str:
         tables=tabulate(data),
         map=packed_map(data),
         summary=_llama_block(data),
-        band=band,
         criterion=CRITERIA[data.criterion],
         kl=formatting.nats(Estimate(data.mean_kl.value, math.nan)) if data.mean_kl else "",
         version=__version__,

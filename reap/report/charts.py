@@ -128,10 +128,11 @@ class Dot:
 
 @dataclass(frozen=True)
 class Row:
-    """A labelled row of a dot chart."""
+    """A labelled row of a dot chart; `note` stands behind its last bar."""
 
     label: str
     dots: Sequence[Dot]
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -290,7 +291,7 @@ def bars(
     y_max: float | None = None,
     y_format: Callable[[float], str] = tick,
 ) -> Markup:
-    """Stacked vertical bars, one for each category."""
+    """Stacked vertical bars, one for each category, with their totals where there is room."""
     left, right, bottom, top = _plot(frame)
     totals = [sum(stack.values[i] for stack in stacks) for i in range(len(categories))]
     peak = y_max or max([*totals, reference.value if reference else 0.0, 1e-9]) * 1.08
@@ -319,6 +320,8 @@ def bars(
         canvas.add(tag("g", tag("title", tips[i]) + Markup("").join([*parts, target])))
         if i % every == 0:
             canvas.add(_text(middle, bottom + 17, category, "tick", "middle"))
+        if pitch >= 7.5 * len(tick(peak)) + 4 and totals[i]:
+            canvas.add(_text(middle, up(totals[i]) - 5, tick(totals[i]), "value", "middle"))
     if reference is not None:
         at = up(reference.value)
         canvas.add(_line(left, at, right, at, reference.css))
@@ -365,8 +368,9 @@ def dots(
     """Horizontal rows of dots with error bars; `joined` connects a row's dots."""
     limit = 26 if frame.width == NARROW else 48
     left = 24 + 7.0 * min(max(len(row.label) for row in rows), limit)
+    right = frame.width - 22 - 7.0 * max(len(row.note) for row in rows)
     shades = []
-    beyond = Axis(*x, left, frame.width - 22.0, log)
+    beyond = Axis(*x, left, right, log)
     for low, high, name in bands:
         if high > beyond.low and low < beyond.high:
             ends = beyond(max(low, beyond.low)), beyond(min(high, beyond.high))
@@ -377,7 +381,7 @@ def dots(
     height = int(top + pitch * len(rows) + 44)
     frame = Frame(frame.title, frame.description, frame.x_label, "", frame.width, height)
     bottom = height - 42.0
-    across = Axis(*x, left, frame.width - 22.0, log)
+    across = Axis(*x, left, right, log)
     canvas = _Canvas(frame)
     for (x0, x1, name), (at, row) in zip(shades, places, strict=True):
         canvas.add(tag("rect", x=x0, y=top - 4, width=x1 - x0, height=bottom - top + 4,
@@ -413,6 +417,9 @@ def dots(
             canvas.add(_dot(across(dot.value), y + dot.shift, dot.css, dot.tip, 5.0))
             if dot.value < across.low:
                 canvas.add(_text(across.start + 9, y + dot.shift + 4, "≤", "row"))
+        if shown and one.note:
+            end = across(max(dot.value for dot in shown))
+            canvas.add(_text(end + 8, y + 4, one.note, "value"))
     return canvas.done()
 
 

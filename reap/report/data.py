@@ -276,6 +276,13 @@ class ReportData:
     settings: tuple[tuple[str, str], ...]
 
     @property
+    def base_weight_bytes(self) -> int:
+        """Bytes of the original's weights that are loaded."""
+        spec = self.spec
+        rows = sum(spec.num_experts * spec.router_row_bytes(layer) for layer in spec.moe_layers)
+        return spec.trunk_bytes() + rows + spec.experts_bytes
+
+    @property
     def uniform(self) -> float:
         """Experts per layer if the kept ones were spread evenly."""
         return self.kept / len(self.layers)
@@ -298,6 +305,11 @@ class ReportData:
     def predictions(self) -> tuple[Contender, ...]:
         """The comparable checkpoints with a prediction to set against the measurement."""
         return tuple(c for c in self.contenders if c.comparable and c.predicted is not None)
+
+    @property
+    def rivals_predict(self) -> bool:
+        """Whether another checkpoint has a prediction, comparable or not."""
+        return any(c.predicted is not None for c in self.contenders if not c.own)
 
     @property
     def rank_correlation(self) -> float | None:
@@ -797,8 +809,10 @@ def _verdict(
             "this does not say what was lost."
         )
         return tuple(sentences)
+    before, after = decimal(base.value, 2), decimal(perplexity.value, 2)
+    moves = f"stays at {after}" if before == after else f"goes from {before} to {after}"
     sentences.append(
-        f"Perplexity goes from {decimal(base.value, 2)} to {decimal(perplexity.value, 2)}; "
+        f"Perplexity {moves}; "
         f"the mean KL divergence from the original is {nats(mean_kl)} nats, "
         f"{_in_band(mean_kl.value)}."
     )
@@ -827,10 +841,15 @@ def _against(compared: Sequence[Contender]) -> str:
         number = sum(c.outcome == outcome for c in compared)
         if number:
             parts.append(f"{words} {f'all {total}' if 1 < number == total else number}")
+    best = compared[0]  # they come by rising divergence
+    where = f"“{best.label}”, at {nats(best.kl)} nats"
     if total == 1:
         words = parts[0].rpartition(" ")[0]
-        return f"It is {words} the one {kind} measured on the same documents."
-    return f"Of {total} {kind}s measured on the same documents, it is {', '.join(parts)}."
+        return f"It is {words} the one {kind} measured on the same documents, {where}."
+    return (
+        f"Of {total} {kind}s measured on the same documents, it is {', '.join(parts)}; the best "
+        f"of them is {where}."
+    )
 
 
 def _in_band(kl: float) -> str:

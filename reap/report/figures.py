@@ -249,7 +249,7 @@ def domain_masses(data: ReportData) -> Figure:
             parts.append(Dot(mass.kept, low[0], f"{mass.domain}: both banks {percent(mass.kept)}"))
         if high:
             parts.append(Dot(mass.high, high[0], f"{mass.domain}: high bank {percent(mass.high)}"))
-        rows.append(Row(mass.domain, parts))
+        rows.append(Row(mass.domain, parts, percent(mass.kept)))
     frame = Frame(
         "Energy kept in each domain",
         "; ".join(f"{mass.domain} {percent(mass.kept)}" for mass in data.domains),
@@ -411,18 +411,18 @@ def layer_kl(data: ReportData) -> Figure:
         WIDE,
         240,
     )
-    limits = _floor(spread(values, log=True), 1e-5)
+    limits = _floor(spread(values, log=True), 1e-8)
     svg = lines(frame, series, whole_x=True, x=(first - 0.5, last + 0.5), y=limits, log_y=True)
     legend = tuple((css, what) for css, what, _ in kinds)
     return Figure(frame.title, svg, legend, wide=True)
 
 
 def damage(data: ReportData) -> Figure:
-    own = Row("this plan", [Dot(data.damage, "s-high", f"this plan: {significant(data.damage)}")])
-    rows = [own] + [
-        Row(name, [Dot(value, "s-other", f"{name}: {significant(value)}")])
-        for name, value in data.alternatives
-    ]
+    def row(name: str, value: float, css: str) -> Row:
+        return Row(name, [Dot(value, css, f"{name}: {significant(value)}")], significant(value))
+
+    rows = [row("this plan", data.damage, "s-high")]
+    rows += [row(name, value, "s-other") for name, value in data.alternatives]
     highest = max(data.damage, *(value for _, value in data.alternatives))
     frame = Frame(
         "Predicted damage of other plans at no more bytes",

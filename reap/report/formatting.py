@@ -63,7 +63,7 @@ def significant(value: float, digits: int = 3) -> str:
     if value == 0:
         return "0"
     exponent = math.floor(math.log10(abs(value)))
-    if exponent < -4 or exponent > 6:
+    if exponent < -5 or exponent > 6:
         mantissa = f"{value / 10.0**exponent:.{digits - 1}f}".replace("-", "−")
         return f"{mantissa} × 10{str(exponent).translate(_SUPERSCRIPT)}"
     return decimal(value, max(digits - 1 - exponent, 0))
@@ -119,11 +119,11 @@ def _scientific(value: float, error: float) -> str:
 
 
 def tick(value: float) -> str:
-    """A tick label: short, and a power of ten outside 0.001 … 999,999."""
+    """A tick label: short, and a power of ten outside 0.001 … 99,999."""
     if value == 0:
         return "0"
     exponent = math.floor(math.log10(abs(value)) + 1e-9)
-    if exponent < -3 or exponent > 5:
+    if exponent < -3 or exponent > 4:
         mantissa = value / 10.0**exponent
         power = f"10{str(exponent).translate(_SUPERSCRIPT)}"
         return power if abs(mantissa - 1) < 1e-6 else f"{mantissa:g}·{power}".replace("-", "−")

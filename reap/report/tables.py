@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reap.artifacts.evaluation import Estimate
 from reap.artifacts.provenance import Corpus
-from reap.report.data import ReportData, band
+from reap.report.data import ReportData
 from reap.report.formatting import (
     MISSING,
     count,
@@ -40,13 +41,13 @@ def tabulate(data: ReportData) -> dict[str, Table]:
         "layers": _layers(data),
         "curves": _curves(data),
         "domains": _domains(data),
-        "calibration": _corpora("Calibration text", data.calibration),
+        "calibration": _corpora("Calibration text", data.calibration, "tokens"),
         "files": _files(data),
         "settings": Table("Settings of the plan", ("setting", "value"), data.settings, 2),
     }
     if data.scores:
         tables["scores"] = _scores(data)
-        tables["evaluation"] = _corpora("Evaluation text", data.evaluation_text)
+        tables["evaluation"] = _corpora("Evaluation text", data.evaluation_text, "tokens read")
     if data.kl_quantiles:
         tables["quantiles"] = Table(
             "Quantiles of the KL divergence over tokens",
@@ -133,11 +134,11 @@ def _domains(data: ReportData) -> Table:
     return Table("Energy kept in each domain", columns, rows)
 
 
-def _corpora(caption: str, corpora: Sequence[Corpus]) -> Table:
+def _corpora(caption: str, corpora: Sequence[Corpus], tokens: str) -> Table:
     rows = tuple(
         (c.domain, c.source, c.sha256, count(c.documents), count(c.tokens)) for c in corpora
     )
-    return Table(caption, ("domain", "source", "sha256", "documents", "tokens"), rows, 3)
+    return Table(caption, ("domain", "source", "sha256", "documents", tokens), rows, 3)
 
 
 def _files(data: ReportData) -> Table:
@@ -159,7 +160,6 @@ def _scores(data: ReportData) -> Table:
             _perplexity(score.perplexity),
             plus_minus(ratio, 4),
             nats(score.kl),
-            band(score.kl.value) if score.kl else MISSING,
             plus_minus(score.same_top, 2, 100),
         )
         for score, ratio in zip(data.scores, data.ratios, strict=True)
@@ -173,12 +173,12 @@ def _scores(data: ReportData) -> Table:
             _perplexity(data.perplexity),
             plus_minus(data.ratio, 4),
             nats(data.mean_kl),
-            band(data.mean_kl.value) if data.mean_kl else MISSING,
             plus_minus(data.same_top, 2),
         )
     )
-    columns = ("domain", "documents", "tokens", "perplexity, original", "perplexity, this plan",
-               "ratio, paired", "KL, nats", "band", "same top token, %")  # fmt: skip
+    columns = ("domain", "documents", "tokens scored", "perplexity, original",
+               "perplexity, this plan", "ratio, paired", "KL, nats",
+               "same top token, %")  # fmt: skip
     return Table("Quality by domain", columns, tuple(rows), strong=frozenset({len(rows) - 1}))
 
 
@@ -188,7 +188,7 @@ def _perplexity(estimate: Estimate | None) -> str:
 
 def _rivals(data: ReportData) -> Table:
     digits = digits_for([2 * c.difference.error for c in data.contenders if c.difference], 4)
-    predicted = bool(data.predictions)
+    predicted = data.rivals_predict
     own = data.contenders[0] if data.contenders[0].own else None
     rows = []
     for c in data.contenders:
@@ -202,7 +202,7 @@ def _rivals(data: ReportData) -> Table:
                 data.unit.number(c.weight_bytes),
                 data.unit.number(c.expert_bytes),
                 decimal(c.perplexity.value, 2),
-                *([significant(c.predicted) if c.predicted is not None else MISSING]
+                *([MISSING if c.predicted is None else nats(Estimate(c.predicted, math.nan))]
                   if predicted else []),
                 nats(c.kl),
                 _signed(c.difference.value, digits) if c.difference else MISSING,
