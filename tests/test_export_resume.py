@@ -528,6 +528,25 @@ def test_a_dry_run_says_what_is_written_and_writes_nothing(
     }
 
 
+def test_a_dry_run_of_what_is_taken_up_says_what_is_left(
+    stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["export", "--model", str(source()), "--plan", f"{stopped}.plan.json"]
+    argv += ["--out", str(stopped), "--dry-run"]
+    assert main([*argv, "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert main([*argv, "--resume", "--json"]) == 0
+    left = json.loads(capsys.readouterr().out)
+    assert [shard["done"] for shard in left["shards"]] == [True, False, False]
+    assert not any(shard["done"] for shard in whole["shards"])
+    assert whole["write_bytes"] - left["write_bytes"] == left["shards"][0]["bytes"]
+    assert main([*argv, "--resume"]) == 0
+    assert " done" in capsys.readouterr().err
+    (stopped.with_name("out.partial") / "progress.json").write_text("{")
+    assert main([*argv, "--resume"]) == 1
+    assert "is damaged" in capsys.readouterr().err
+
+
 def test_small_directories_are_copied_and_other_checkpoints_are_not(tmp_path: Path) -> None:
     model = shutil.copytree(source(), tmp_path / "model")
     for name in ("additional_chat_templates/tool.jinja", "original/params.json", "a/b/c.txt"):

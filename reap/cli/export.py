@@ -61,6 +61,7 @@ def export(
     from reap.cli import show, stages
     from reap.cli.output import print_json, say
     from reap.cli.rundir import RunDirectory
+    from reap.export import finished_shards
     from reap.planning import format_size
 
     directory = RunDirectory.find(run, plan)
@@ -74,10 +75,11 @@ def export(
     if dry_run:
         stages.check_output(target, force or resume, directory=True)
         found = stages.outline(source, made, measured, format=format, trust=trust_remote_code)
+        done = finished_shards(target) if resume else []
         if json:
-            print_json(show.outline_figures(found, made, target))
+            print_json(show.outline_figures(found, made, target, done))
         else:
-            show.show_outline(found, made, target)
+            show.show_outline(found, made, target, done)
         return
     result = stages.export(
         source,

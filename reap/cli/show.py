@@ -316,8 +316,11 @@ def show_checkpoint(source: SourceModel) -> None:
     table("Experts", ["layer", "kept", "banks"], rows)
 
 
-def outline_figures(outline: Outline, plan: Plan, out: Path) -> Figures:
-    """Files, bytes by bank, bytes to read, and the room that there is."""
+def outline_figures(outline: Outline, plan: Plan, out: Path, done: Sequence[str] = ()) -> Figures:
+    """Files, bytes by bank, bytes to write and read, and the room that there is.
+
+    `done` are the shards that are there already.
+    """
     from reap.export import free_space
 
     water = plan.waterfall
@@ -325,22 +328,31 @@ def outline_figures(outline: Outline, plan: Plan, out: Path) -> Figures:
     return {
         "checkpoint": str(out),
         "shards": [
-            {"file": shard.name, "bytes": shard.nbytes, "tensors": len(shard.tensors)}
+            {
+                "file": shard.name,
+                "bytes": shard.nbytes,
+                "tensors": len(shard.tensors),
+                "done": shard.name in done,
+            }
             for shard in outline.shards
         ],
         "copied": [{"file": name, "bytes": size} for name, size in outline.copied.items()],
         "tensors": outline.tensors,
         "bytes": {name: getattr(water, name) for name in parts} | {"total": outline.nbytes},
+        "write_bytes": outline.need(done),
         "read_bytes": outline.read_bytes,
         "free_bytes": free_space(out)[1],
     }
 
 
-def show_outline(outline: Outline, plan: Plan, out: Path) -> None:
-    figures = outline_figures(outline, plan, out)
-    shards = [[s["file"], str(s["tensors"]), f"{s['bytes']:,}"] for s in figures["shards"]]
-    copied = [[f["file"], "", f"{f['bytes']:,}"] for f in figures["copied"]]
-    table(f"{out} would hold", ["file", "tensors", "bytes"], shards + copied)
+def show_outline(outline: Outline, plan: Plan, out: Path, done: Sequence[str] = ()) -> None:
+    figures = outline_figures(outline, plan, out, done)
+    shards = [
+        [s["file"], str(s["tensors"]), f"{s['bytes']:,}", "done" if s["done"] else ""]
+        for s in figures["shards"]
+    ]
+    copied = [[f["file"], "", f"{f['bytes']:,}", ""] for f in figures["copied"]]
+    table(f"{out} would hold", ["file", "tensors", "bytes", ""], shards + copied)
     names = {
         "trunk": "trunk",
         "router": "routers",
@@ -352,9 +364,10 @@ def show_outline(outline: Outline, plan: Plan, out: Path) -> None:
     sizes = [(names[name], size) for name, size in figures["bytes"].items()]
     table("Bytes", ["", "bytes", ""], [[n, f"{size:,}", format_size(size)] for n, size in sizes])
     say(
-        f"{figures['tensors']:,} tensors, {format_size(outline.need())} to write with the copied "
-        f"files, and a config, an index, a card and checksums; {format_size(outline.read_bytes)} "
-        f"to read; {format_size(figures['free_bytes'])} free."
+        f"{figures['tensors']:,} tensors, {format_size(figures['write_bytes'])} to write with the "
+        "copied files, and a config, an index, a card and checksums; "
+        f"{'at most ' if done else ''}{format_size(outline.read_bytes)} to read; "
+        f"{format_size(figures['free_bytes'])} free."
     )
 
 

@@ -6,6 +6,7 @@
 from reap.export.card import add_measurement
 from reap.export.export import ExportResult, Outline, export, free_space, outline
 from reap.export.hf import export_hf, outline_hf
+from reap.export.partial import finished_shards
 
 __all__ = [
     "ExportResult",
@@ -13,6 +14,7 @@ __all__ = [
     "add_measurement",
     "export",
     "export_hf",
+    "finished_shards",
     "free_space",
     "outline",
     "outline_hf",

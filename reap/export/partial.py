@@ -134,6 +134,24 @@ class PartialExport:
         remove(self.directory)
 
 
+def finished_shards(out: Path) -> list[str]:
+    """The shards that an unfinished export to `out` would be taken up with, if it is of the same.
+
+    Raises ReapError if what is there cannot be read.
+    """
+    file = _beside(out) / "progress.json"
+    try:
+        return [str(name) for name in json.loads(file.read_text(encoding="utf-8"))["shards"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ReapError(f"{file} is damaged: {error!r}.", ANEW) from None
+
+
+def _beside(out: Path) -> Path:
+    return out.with_name(out.name + ".partial")
+
+
 @contextmanager
 def partial_export(
     out: Path, made_of: dict[str, Any], *, resume: bool, force: bool
@@ -142,7 +160,7 @@ def partial_export(
 
     After a failure it stays if a shard is done, to be taken up. An OSError becomes a ReapError.
     """
-    partial = PartialExport(out.with_name(out.name + ".partial"), made_of)
+    partial = PartialExport(_beside(out), made_of)
     made = [folder for folder in partial.directory.parents if not folder.exists()]
     try:
         with locked(partial.directory):
