@@ -19,9 +19,9 @@ from reap.calibrate import CalibrationSettings, calibrate
 from reap.data import embedded_model
 from reap.evaluate import EvaluationSettings, evaluate_all
 from reap.export import export
+from reap.formatting import decimal, digits_for
 from reap.models.source import open_source
 from reap.models.text import load_texts
-from reap.report.formatting import decimal, digits_for
 
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "reports" / "tiny-k3"

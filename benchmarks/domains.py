@@ -34,9 +34,9 @@ from common import (
 from reap.artifacts import Evaluation, Plan
 from reap.artifacts.evaluation import Estimate, clustered_mean
 from reap.artifacts.files import sha256
+from reap.formatting import nats
 from reap.models.text import named_sets
 from reap.planning import PlanSettings, make_plan
-from reap.report.formatting import nats
 
 COMMAND = "benchmarks/domains.py"
 SHARES = (0.30, 0.20)

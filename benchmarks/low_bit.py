@@ -1,9 +1,10 @@
 """What searching scales and biases saves at low bits, on the embedded model's own inputs.
 
 Second moments come from the calibration text; the error E‖f' - f‖² / E‖f‖² of the experts' outputs
-(each weighted as the block weights it, squared) from the evaluation text. Prints a table (with
---json one JSON object on stdout). --kl also exports the model with all experts in each format and
-measures the KL divergence from the source.
+(each weighted as the block weights it, squared) from the evaluation text. Beside it stands the
+error of the weights, ‖W' - W‖² / ‖W‖², which is that of outputs if all input channels were
+independent and alike. Prints a table (with --json one JSON object on stdout). --kl also exports the
+model with all experts in each format and measures the KL divergence from the source.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from common import provenance, say
 
@@ -25,7 +27,7 @@ from reap.data import embedded_model
 from reap.evaluate import EvaluationSettings, evaluate
 from reap.export import export
 from reap.models.lowbit import ROUNDINGS, quantizer
-from reap.models.quantize import requantized_experts
+from reap.models.quantize import dequantized, requantized_experts
 from reap.models.source import SourceModel, open_source
 from reap.models.stream import LayerStream
 from reap.models.tap import ExpertTap
@@ -34,7 +36,7 @@ from reap.planning import PlanSettings, plain_plan
 
 FORMATS = tuple(Format.parse(name) for name in ("2bit-g64", "2bit-g128", "3bit-g64", "3bit-g128"))
 Errors = dict[tuple[Format, str], list[float]]
-"""By format and rounding, one relative error per MoE layer, and that of all layers last."""
+"""By format and rounding: an error of each MoE layer, that of all layers, and the weights' own."""
 
 
 def calibrated(tokens: int) -> Saliency:
@@ -62,6 +64,7 @@ def output_errors(source: SourceModel, moments: SecondMoments, tokens: int) -> E
     source.load_trunk()
     found: Errors = {(format, rounding): [] for format in FORMATS for rounding in ROUNDINGS}
     total = np.zeros((1 + len(found), len(source.moe_layers)))
+    weights = np.zeros(1 + len(found))
     with LayerStream(source.model, source.layers, [batch.tokens for batch in made]) as stream:
         for index in range(len(source.layers)):
             source.load_layer(index)
@@ -76,10 +79,12 @@ def output_errors(source: SourceModel, moments: SecondMoments, tokens: int) -> E
             if calls:
                 say(f"layer {index}")
                 layer = source.moe_layers.index(index)
-                total[:, layer] = _layer_errors(source, moments, index, calls, list(found))
+                total[:, layer], rounded = _layer_errors(source, moments, index, calls, list(found))
+                weights += rounded
             source.release_layer(index)
     for row, key in enumerate(found, start=1):
         found[key] = [*(total[row] / total[0]), total[row].sum() / total[0].sum()]
+        found[key].append(weights[row] / weights[0])
     return found
 
 
@@ -89,15 +94,17 @@ def _layer_errors(
     index: int,
     calls: Sequence[tuple],
     cases: Sequence[tuple[Format, str]],
-) -> list[float]:
-    """Σg²‖f‖² of the layer, and Σg²‖f' - f‖² of every case."""
+) -> tuple[list[float], list[float]]:
+    """Σg²‖f‖² of the layer and Σg²‖f' - f‖² of every case; ‖W‖² and ‖W' - W‖² likewise."""
     experts, layer = source.experts(index), source.moe_layers.index(index)
 
     def energy(array: mx.array, weights: mx.array, mask: np.ndarray) -> float:
         norms = mx.square(array.astype(mx.float32)).sum(-1) * mx.square(weights.astype(mx.float32))
         return float(np.array(norms, np.float64)[mask].sum())
 
+    dense = _dense(experts)
     sums = [sum(energy(y, weights, mask) for _, _, weights, y, mask in calls)]
+    rounded = [sum(float(mx.square(w).sum()) for w in dense)]
     for format, rounding in cases:
         low = requantized_experts(
             experts,
@@ -107,7 +114,19 @@ def _layer_errors(
             ),
         )
         sums.append(sum(energy(low(x, chosen) - y, w, mask) for x, chosen, w, y, mask in calls))
-    return sums
+        rounded.append(sum(float(mx.square(w - v).sum()) for w, v in zip(dense, _dense(low))))
+    return sums, rounded
+
+
+def _dense(experts: nn.Module) -> list[mx.array]:
+    """The matrices of all experts, float32 [experts, rows, columns]."""
+    found = []
+    for part in experts.children().values():
+        if "scales" in part:
+            arrays = {n: array for n, array in part.items() if isinstance(array, mx.array)}
+            format = Format(part.bits, part.group_size, part.mode)
+            found.append(dequantized(arrays, format).astype(mx.float32))
+    return found
 
 
 def divergences(saliency: Saliency, tokens: int) -> dict[tuple[Format, str], list[float]]:
@@ -156,11 +175,12 @@ def markdown(rows: Sequence[dict]) -> str:
     layers = len(rows[0]["layers"])
     with_kl = "kl" in rows[0]
     head = ["experts", "rounding", *(f"MoE layer {i + 1}" for i in range(layers)), "all", "÷ plain"]
+    head += ["weights ÷ plain"]
     head += ["KL, nats"] if with_kl else []
     lines = [f"| {' | '.join(head)} |", "|---|---|" + "---:|" * (len(head) - 2)]
     for row in rows:
         cells = [row["format"], row["rounding"], *(f"{e:.4f}" for e in row["layers"])]
-        cells += [f"{row['error']:.4f}", f"{row['ratio']:.2f}"]
+        cells += [f"{row['error']:.4f}", f"{row['ratio']:.2f}", f"{row['weights_ratio']:.2f}"]
         cells += [f"{row['kl']:.4f} ± {row['kl_error']:.4f}"] if with_kl else []
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -182,9 +202,10 @@ def main() -> None:
         {
             "format": format.label,
             "rounding": rounding,
-            "layers": values[:-1],
-            "error": values[-1],
-            "ratio": values[-1] / errors[format, "plain"][-1],
+            "layers": values[:-2],
+            "error": values[-2],
+            "ratio": values[-2] / errors[format, "plain"][-2],
+            "weights_ratio": values[-1] / errors[format, "plain"][-1],
         }
         for (format, rounding), values in errors.items()
     ]

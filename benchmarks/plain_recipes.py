@@ -36,10 +36,10 @@ from common import (
 from reap.artifacts import Evaluation, Plan, Saliency
 from reap.artifacts.evaluation import Estimate
 from reap.artifacts.files import sha256
+from reap.formatting import nats
 from reap.planning import PlanSettings, make_plan, plain_plan
 from reap.report import write_report
 from reap.report.data import spearman
-from reap.report.formatting import nats
 
 COMMAND = "benchmarks/plain_recipes.py"
 SHARES = (0.80, 0.67, 0.55, 0.42, 0.30)

@@ -35,11 +35,11 @@ from reap.artifacts import (
 from reap.artifacts.evaluation import Estimate
 from reap.artifacts.files import sha256
 from reap.errors import ArtifactError, ReapError
+from reap.formatting import Unit, decimal, nats, plus_minus, practically, significant, tick
 from reap.report import render, write_report
 from reap.report.charts import NARROW, WIDE, Axis, Dot, Frame, Mark, Row, dots, scatter
 from reap.report.data import FormatTrial, ReportData, band, spearman
 from reap.report.figures import KL_BANDS, packed_map
-from reap.report.formatting import Unit, decimal, nats, plus_minus, practically, significant, tick
 
 MXFP4, TWO_BIT = Format(4, 32, "mxfp4"), Format(2, 128, "affine")
 HOSTILE = "evil</script><script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;"

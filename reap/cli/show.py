@@ -223,17 +223,17 @@ def evaluation_figures(evaluation: Evaluation) -> Figures:
 
 
 def show_evaluation(evaluation: Evaluation) -> None:
-    from reap.report.formatting import nats_digits
+    from reap.formatting import nats, plus_minus
 
     compared = evaluation.reference is not None
     rows = []
     for domain in evaluation.domains:
         score = evaluation.domain_score(domain)
-        row = [domain, f"{score.tokens:,}", _with_error(score.perplexity, 3)]
+        row = [domain, f"{score.tokens:,}", plus_minus(score.perplexity, 3)]
         if score.base_perplexity and score.kl and score.same_top:
             row += [
                 f"{score.base_perplexity.value:.3f}",
-                _with_error(score.kl, nats_digits([score.kl])),
+                nats(score.kl),
                 f"{100 * score.same_top.value:.1f} %",
             ]
         rows.append(row)
@@ -243,14 +243,7 @@ def show_evaluation(evaluation: Evaluation) -> None:
     table(evaluation.label, columns, rows)
     if compared:
         mean = evaluation.mean_kl
-        say(f"Mean KL over the domains: {_with_error(mean, nats_digits([mean]))} nats.")
-
-
-def _with_error(estimate: Estimate, digits: int) -> str:
-    """The error is unknown (NaN) where there is a single document."""
-    value = f"{estimate.value:.{digits}f}"
-    known = estimate.error == estimate.error
-    return f"{value} ± {estimate.error:.{digits}f}" if known else f"{value} (one document)"
+        say(f"Mean KL over the domains: {nats(mean)} nats.")
 
 
 def checkpoint_figures(source: SourceModel) -> Figures:

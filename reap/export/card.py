@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 from reap.artifacts import Evaluation, Format, ModelSpec, Plan
-from reap.artifacts.evaluation import Estimate
 from reap.artifacts.manifest import renew
+from reap.formatting import nats, plus_minus
 from reap.models.checkpoint import origin
 
 _START = "<!-- reap:measured -->"
@@ -92,12 +91,6 @@ def _damage(plan: Plan) -> str:
     return f"{text}; no plan under the same constraints is predicted below {plan.lower_bound:.4g}."
 
 
-def _with_error(estimate: Estimate, digits: int) -> str:
-    """The error is unknown (NaN) where there is a single document."""
-    value = f"{estimate.value:.{digits}f}"
-    return value if math.isnan(estimate.error) else f"{value} ± {estimate.error:.{digits}f}"
-
-
 def add_measurement(checkpoint: Path, evaluation: Evaluation) -> None:
     """Put an evaluation's figures into the card of a checkpoint that reap wrote."""
     card, config = checkpoint / "README.md", checkpoint / "config.json"
@@ -127,16 +120,16 @@ def _measured(evaluation: Evaluation) -> list[str]:
     lines = [head, rule]
     for domain in evaluation.domains:
         score = evaluation.domain_score(domain)
-        row = f"| {domain} | {score.tokens:,} | {_with_error(score.perplexity, 3)} |"
+        row = f"| {domain} | {score.tokens:,} | {plus_minus(score.perplexity, 3)} |"
         if score.base_perplexity and score.kl and score.same_top:
             row += (
-                f" {score.base_perplexity.value:.3f} | {_with_error(score.kl, 5)}"
+                f" {score.base_perplexity.value:.3f} | {nats(score.kl)}"
                 f" | {100 * score.same_top.value:.1f} % |"
             )
         lines.append(row)
     if compared:
         kl = evaluation.mean_kl
-        lines += ["", f"Mean KL over the domains: {_with_error(kl, 5)} nats."]
+        lines += ["", f"Mean KL over the domains: {nats(kl)} nats."]
     lines += [
         "",
         f"Sequences of {evaluation.sequence_length} tokens; errors clustered by document.",

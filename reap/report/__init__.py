@@ -8,13 +8,12 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from reap import __version__
+from reap import __version__, formatting
 from reap.artifacts.evaluation import Estimate, Evaluation
 from reap.artifacts.files import refuse_existing, sha256, written_whole
 from reap.artifacts.plan import Plan
 from reap.artifacts.saliency import CRITERIA, Saliency
 from reap.errors import ArtifactError
-from reap.report import formatting
 from reap.report.data import InputFile, ReportData
 from reap.report.figures import draw, packed_map
 from reap.report.tables import tabulate

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from markupsafe import Markup, escape
 
-from reap.report.formatting import tick
+from reap.formatting import tick
 
 NARROW, WIDE = 480, 980
 

@@ -15,7 +15,7 @@ from reap.artifacts.provenance import Corpus, Provenance
 from reap.artifacts.saliency import CRITERIA, Floats, Ints, Saliency
 from reap.artifacts.spec import ModelSpec
 from reap.errors import ArtifactError
-from reap.report.formatting import Unit, count, decimal, nats, percent, plus_minus, significant
+from reap.formatting import Unit, count, decimal, nats, percent, plus_minus, significant
 from reap.report.settings import assumption, by_size, in_words, low_bank_rule
 
 RARE = 30

@@ -9,6 +9,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from reap.artifacts.saliency import Floats
+from reap.formatting import (
+    count,
+    decimal,
+    nats,
+    percent,
+    plus_minus,
+    practically,
+    significant,
+    tick,
+)
 from reap.report.charts import (
     WIDE,
     Dot,
@@ -27,16 +37,6 @@ from reap.report.charts import (
     stacked_bar,
 )
 from reap.report.data import BANDS, ReportData, band
-from reap.report.formatting import (
-    count,
-    decimal,
-    nats,
-    percent,
-    plus_minus,
-    practically,
-    significant,
-    tick,
-)
 
 KL_BANDS = tuple(
     (low, high, name)

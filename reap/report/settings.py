@@ -8,7 +8,7 @@ from typing import Any
 
 from reap.artifacts.plan import Plan
 from reap.artifacts.saliency import CRITERIA
-from reap.report.formatting import Unit, count, decimal, percent
+from reap.formatting import Unit, count, decimal, percent
 
 RATIO = (
     "the ratio is the error of storing an expert in low bits (rho) over that of dropping it (kappa)"

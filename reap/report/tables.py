@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from reap.artifacts.evaluation import Estimate
 from reap.artifacts.provenance import Corpus
-from reap.report.data import ReportData
-from reap.report.formatting import (
+from reap.formatting import (
     MISSING,
     count,
     decimal,
@@ -20,6 +19,7 @@ from reap.report.formatting import (
     practically,
     significant,
 )
+from reap.report.data import ReportData
 
 
 @dataclass(frozen=True)

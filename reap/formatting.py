@@ -1,4 +1,4 @@
-"""How the report prints numbers: one way for each kind, GB = 10^9 bytes."""
+"""How numbers are printed in reports, model cards and tables: one way for each kind."""
 
 from __future__ import annotations
 
