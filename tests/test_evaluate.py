@@ -390,7 +390,7 @@ def test_a_measurement_is_put_into_the_card(tmp_path: Path) -> None:
         ppl = f"{score.perplexity.value:.3f} ± {score.perplexity.error:.3f}"
         assert f"| {domain} | {score.tokens:,} | {ppl} |" in card
         assert f"{score.kl.value:.4f} ± {score.kl.error:.4f}" in card
-    assert f"Mean KL over the domains: {found.mean_kl.value:.5f}" in card
+    assert f"Mean KL over the domains: {found.mean_kl.value:.4f}" in card
     add_measurement(tmp_path, found)
     assert (tmp_path / "README.md").read_text() == card
     found_files = {file.path: file.status for file in check_manifest(tmp_path)}
