@@ -20,6 +20,7 @@ from typing import Any
 
 import exports
 import mlx.core as mx
+import mlx_lm
 import models
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ from reap.export.samples import Samples
 from reap.export.writer import shards
 from reap.models.source import open_source
 
+contents = importlib.import_module("reap.export.content")
 partials = importlib.import_module("reap.export.partial")
 
 KILLS = 4
@@ -358,6 +360,40 @@ def test_the_source_is_read_once_and_dropped_experts_are_not(tmp_path: Path, sha
                 mx.eval(arrays)
     assert models.read_bytes() - start < 1.05 * (kept + rest)
     assert mx.get_peak_memory() - before < 2 * largest + 2**23  # and few experts, dense
+
+
+def test_stacked_experts_are_rounded_a_few_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source's layer, dense and stacked, has eight times the bytes of what is written."""
+    if not Path("/proc/self/io").exists():
+        pytest.skip("no /proc")
+    path = models.write_qwen3_moe(
+        tmp_path / "apart", dtype=mx.bfloat16, layers=3, experts=32, intermediate=512
+    )
+    mlx_lm.convert(str(path), str(tmp_path / "stacked"))
+    model = open_source(str(tmp_path / "stacked"))
+    spec = model.spec()
+    kept = {m.layer: (range(0, spec.num_experts, 2), 0) for m in spec.moe_layers}
+    plan = exports.hand_plan(spec, kept, low="2bit-g64")
+    content = Content(model, plan, spec, LowBank(plan, None))
+    largest = max(
+        sum(t.nbytes for t in tensors.values())
+        for part, tensors in content.foreseen.items()
+        if part is not None
+    )
+    monkeypatch.setattr(contents, "_DENSE_BYTES", 2**18)
+    dense = 2 * spec.experts_bytes // len(spec.moe_layers) // 3
+    assert dense > 4 * largest
+    mx.clear_cache()
+    before, start = mx.get_active_memory(), models.read_bytes()
+    mx.reset_peak_memory()
+    for part, tensors in content.foreseen.items():
+        for arrays in content.modules(part, tensors):
+            mx.eval(arrays)
+    assert mx.get_peak_memory() - before < 2 * largest
+    rest = model.checkpoint.nbytes - spec.experts_bytes
+    assert models.read_bytes() - start < 1.05 * (rest + spec.experts_bytes / 2)
 
 
 # Samples

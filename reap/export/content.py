@@ -12,7 +12,7 @@ from reap.artifacts import Format, LayerPlan, ModelSpec, Plan, Projection
 from reap.export.low_bank import LowBank
 from reap.models.checkpoint import dtype_name
 from reap.models.quantize import quantized, stored_as
-from reap.models.source import SourceModel
+from reap.models.source import SourceModel, Stacked
 
 Part = int | None
 """A decoder layer, or what is outside all of them."""
@@ -131,9 +131,9 @@ class Content:
     def _path(self, part: int, bank: str, projection: Projection) -> str:
         return f"{self._moe[part].experts}{bank}.{projection.name}"
 
-    def _experts(self, part: int, ids: tuple[int, ...]) -> dict[str, dict[str, mx.array]]:
+    def _experts(self, part: int, ids: tuple[int, ...]) -> Stacked:
         """Some experts of a layer, lazily and as in the source, by projection."""
-        return experts_of(self.source, self.source.layer_weights(part, ids))
+        return self.source.experts_of(self.source.layer_weights(part, ids))
 
     def _rounded(
         self,
@@ -151,16 +151,17 @@ class Content:
         low = ids[0] in layer.kept[layer.high :]
         quantize = self._low_bank.quantizer(part, projection.name) if low else quantized
         size = max(1, _DENSE_BYTES // (2 * projection.rows * projection.columns))
-        chunks = []
+        alone = self.source.read_apart(part)
+        name, chunks = projection.name, []
         for start in range(0, len(ids), size):
             chunk = slice(start, start + size)
-            some = self.source.some_experts(part, projection.name, ids[chunk])
-            if some is None:
-                some = {name: array[chunk] for name, array in arrays.items()}
+            some = {leaf: array[chunk] for leaf, array in arrays.items()}
+            if alone:
+                some = self.source.some_experts(part, ids[chunk], [name])[name]
             stored = stored_as(some, projection.format, self._formats[path], quantize)
             mx.eval(stored)
             chunks.append(stored)
-        return {name: mx.concatenate([c.pop(name) for c in chunks]) for name in list(chunks[0])}
+        return {leaf: mx.concatenate([c.pop(leaf) for c in chunks]) for leaf in list(chunks[0])}
 
 
 def tensor_of(array: mx.array, count: int | None = None) -> Tensor:
@@ -169,17 +170,6 @@ def tensor_of(array: mx.array, count: int | None = None) -> Tensor:
     if count is not None:
         shape, nbytes = (count, *shape[1:]), count * nbytes
     return Tensor(dtype_name(array.dtype), shape, nbytes)
-
-
-def experts_of(source: SourceModel, weights: dict[str, mx.array]) -> dict[str, dict[str, mx.array]]:
-    """The experts among the weights of a layer: weight, scales, … [experts, …] by projection."""
-    head = f"{source.family.experts}."
-    found: dict[str, dict[str, mx.array]] = {}
-    for name, array in weights.items():
-        if name.startswith(head):
-            projection, _, leaf = name.removeprefix(head).rpartition(".")
-            found.setdefault(projection, {})[leaf] = array
-    return found
 
 
 def banks(layer: LayerPlan) -> dict[str, tuple[int, ...]]:

@@ -18,7 +18,7 @@ from reap.errors import CheckpointError
 from reap.export.content import banks
 from reap.export.writer import check_finite
 from reap.models.quantize import dequantized
-from reap.models.source import SourceModel
+from reap.models.source import SourceModel, Stacked
 
 _TOKENS = 32
 
@@ -30,9 +30,6 @@ _SLACK = 4.0
 _MOST = 1.25
 _AFFINE = {2: 0.5, 3: 0.2, 4: 0.1, 5: 0.02, 6: 0.01, 8: 0.002}
 _OTHERS = {"mxfp4": 0.1, "nvfp4": 0.1, "mxfp8": 0.01}
-
-Stacked = dict[str, dict[str, mx.array]]
-"""Weight, scales, … [experts, …] by projection."""
 
 
 class Samples:
@@ -58,28 +55,18 @@ class Samples:
         self._position = {layer.layer: position for position, layer in enumerate(plan.layers)}
         self.layers = {layer.layer: layer for layer in plan.layers}
 
-    def ids(self, index: int) -> tuple[int, ...]:
-        """The experts of a decoder layer that are compared."""
-        found = [banked[slot] for banked in self._banks(index).values() for slot in _slots(banked)]
-        return tuple(found)
-
-    def _banks(self, index: int) -> dict[str, tuple[int, ...]]:
-        return banks(self.layers[index])
-
-    def check(self, index: int, theirs: Stacked) -> None:
-        """One decoder layer, `theirs` being the source's `ids`. Raises CheckpointError, naming
-        layer and expert."""
-        layer, moe, row = self.layers[index], self._moe[index], 0
-        for bank, ids in self._banks(index).items():
+    def check(self, index: int) -> None:
+        """One decoder layer. Raises CheckpointError, naming layer and expert."""
+        layer, moe = self.layers[index], self._moe[index]
+        projections = [p.name for p in moe.projections]
+        for bank, ids in banks(layer).items():
             formats = self._plan.high if layer.kept.index(ids[0]) < layer.high else self._plan.low
-            slots = _slots(ids)
-            ours = {
-                p.name: self._rows(f"{moe.experts}{bank}.{p.name}", slots) for p in moe.projections
-            }
-            for number, slot in enumerate(slots):
-                wanted = _row(theirs, row)
-                self._check_expert(index, bank, ids[slot], _row(ours, number), wanted, formats)
-                row += 1
+            slots = sorted({0, len(ids) // 2, len(ids) - 1})
+            sampled = tuple(ids[slot] for slot in slots)
+            theirs = self._source.some_experts(index, sampled, projections)
+            ours = {name: self._rows(f"{moe.experts}{bank}.{name}", slots) for name in projections}
+            for row, expert in enumerate(sampled):
+                self._check_expert(index, bank, expert, _row(ours, row), _row(theirs, row), formats)
 
     def _rows(self, path: str, slots: list[int]) -> dict[str, mx.array]:
         """Weight, scales, … of some of the experts that were written; nothing else is read."""
@@ -186,10 +173,6 @@ def check_same(pairs: dict[str, tuple[mx.array, mx.array]]) -> None:
     for name, equal in same.items():
         if not equal.item():
             raise CheckpointError(f"{name} differs from the source.")
-
-
-def _slots(ids: tuple[int, ...]) -> list[int]:
-    return sorted({0, len(ids) // 2, len(ids) - 1})
 
 
 def _row(arrays: Stacked, row: int) -> Stacked:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +32,9 @@ from reap.models.prefetch import Prefetch
 
 RUNTIME = Path(__file__).with_name("reap_model.py")
 """The architecture file that exports with uneven counts or two banks carry with them."""
+
+Stacked = dict[str, dict[str, mx.array]]
+"""Weight, scales, … [experts, …] by projection."""
 
 ROWS_PER_CALL = 32_768
 """Most routed rows in one call of the experts."""
@@ -208,23 +211,41 @@ class SourceModel:
         """Whether a layer's experts are tensors of their own, so that some can be read alone."""
         return any(self._expert_name(name) for name in self._names[index])
 
-    def some_experts(
-        self, index: int, projection: str, ids: Sequence[int]
-    ) -> dict[str, mx.array] | None:
-        """Weight, scales, … [ids, …] of some experts' projection, as `layer_weights` has them.
+    def experts_of(self, weights: Mapping[str, mx.array]) -> Stacked:
+        """The experts among the weights of a layer."""
+        head = f"{self.family.experts}."
+        found: Stacked = {}
+        for name, array in weights.items():
+            if name.startswith(head):
+                projection, _, leaf = name.removeprefix(head).rpartition(".")
+                found.setdefault(projection, {})[leaf] = array
+        return found
 
-        Nothing else is read. None if they can only be had with the others: experts that are stored
-        together, but not as mlx-lm has them.
-        """
-        if self.experts_apart(index):
-            head = f"{self.family.experts}.{projection}."
-            weights = self.layer_weights(index, tuple(ids))
-        else:
-            head = f"{self.layer_prefix(index)}.{self.family.experts}.{projection}."
-            names = [name for name in self._names[index] if name.startswith(head)]
-            weights = {name: self.checkpoint.rows(name, ids) for name in names}
-        found = {n.removeprefix(head): a for n, a in weights.items() if n.startswith(head)}
-        return found or None
+    def some_experts(self, index: int, ids: tuple[int, ...], projections: Sequence[str]) -> Stacked:
+        """Some experts' projections as `layer_weights` has them; nothing else is read if
+        `read_apart`."""
+        if self.experts_apart(index) or not self.read_apart(index):
+            found = self.experts_of(self.layer_weights(index, ids))
+            return {projection: found[projection] for projection in projections}
+        head = self._experts_head(index)
+        return {
+            projection: {
+                name.rpartition(".")[2]: self.checkpoint.rows(name, ids)
+                for name in self._names[index]
+                if name.rpartition(".")[0] == f"{head}{projection}"
+            }
+            for projection in projections
+        }
+
+    def read_apart(self, index: int) -> bool:
+        """Whether some experts of a layer can be read without the others: they are tensors of their
+        own, or rows of tensors as mlx-lm has them."""
+        head = self._experts_head(index)
+        own = any(name.startswith(head) and name.endswith(".weight") for name in self._names[index])
+        return own or self.experts_apart(index)
+
+    def _experts_head(self, index: int) -> str:
+        return f"{self.layer_prefix(index)}.{self.family.experts}."
 
     def read_names(self, index: int | None, kept: Sequence[int] | None = None) -> list[str]:
         """What `layer_weights` reads in the end; of None, `trunk_weights`."""
