@@ -49,6 +49,7 @@ docs: $(VENV)/.dev
 reports: $(VENV)/.run
 	$(FAST) $(BIN)/python benchmarks/plain_recipes.py --write
 	$(FAST) $(BIN)/python benchmarks/domains.py --write
+	$(FAST) $(BIN)/python benchmarks/low_bit.py --kl --write
 
 clean:
 	rm -rf $(VENV) demo runs

@@ -4,7 +4,8 @@ Second moments come from the calibration text; the error E‖f' - f‖² / E‖f
 (each weighted as the block weights it, squared) from the evaluation text. Beside it stands the
 error of the weights, ‖W' - W‖² / ‖W‖², which is that of outputs if all input channels were
 independent and alike. Prints a table (with --json one JSON object on stdout). --kl also exports the
-model with all experts in each format and measures the KL divergence from the source.
+model with all experts in each format and measures the KL divergence from the source; --write renews
+docs/results.md.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from common import provenance, say
+from common import RESULTS, provenance, say, write_between
 
 from reap.artifacts import Format, Saliency, SecondMoments
 from reap.artifacts.files import sha256
@@ -191,8 +192,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2_000, help="evaluation tokens")
     parser.add_argument("--calibration-tokens", type=int, default=20_000)
     parser.add_argument("--kl", action="store_true", help="export and measure KL, too (minutes)")
+    parser.add_argument("--write", action="store_true", help="renew docs/results.md; needs --kl")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args()
+    if arguments.write and not arguments.kl:
+        parser.error("--write needs --kl")
     say("calibrating")
     saliency = calibrated(arguments.calibration_tokens)
     assert saliency.moments is not None
@@ -213,6 +217,8 @@ def main() -> None:
         measured = divergences(saliency, arguments.tokens)
         for row, (value, error) in zip(rows, measured.values()):
             row |= {"kl": value, "kl_error": error}
+    if arguments.write:
+        write_between(RESULTS, low_bits=markdown(rows))
     if arguments.json:
         print(json.dumps({"low_bit": rows}))
     else:
