@@ -23,6 +23,16 @@ if TYPE_CHECKING:
 Figures = dict[str, Any]
 
 
+def say_left_out(layers: int, nbytes: int) -> None:
+    """What of a checkpoint is neither calibrated nor planned nor exported, if there is any."""
+    if layers:
+        what = "layer" if layers == 1 else "layers"
+        say(
+            f"Leaves out {layers} multi-token-prediction {what} ({format_size(nbytes)}), which "
+            "mlx-lm does not run."
+        )
+
+
 def saliency_figures(saliency: Saliency) -> Figures:
     """Tokens of each domain, and per layer how unevenly the experts carry the output."""
     count = saliency.count.sum(axis=(0, 1))
@@ -258,6 +268,8 @@ def checkpoint_figures(source: SourceModel) -> Figures:
         "model_type": config["model_type"],
         "bytes": source.checkpoint.nbytes,
         "loaded_bytes": sum(tensors[name].nbytes for name in source.loaded_names()),
+        "prediction_layers": len(source.prediction_layers),
+        "prediction_bytes": source.prediction_bytes,
         "tensors": len(tensors),
         "expert_counts": counts,
         "expert_bank_split": config.get("expert_bank_split") or [0] * count,
@@ -286,6 +298,7 @@ def show_checkpoint(source: SourceModel) -> None:
         f"{figures['tensors']:,} tensors, of which mlx-lm loads "
         f"{format_size(figures['loaded_bytes'])}."
     )
+    say_left_out(figures["prediction_layers"], figures["prediction_bytes"])
     rows = []
     for layer, (kept, split) in enumerate(
         zip(figures["expert_counts"], figures["expert_bank_split"])

@@ -71,10 +71,22 @@ class SourceModel:
         absent = [i for i in range(len(self.layers)) if i not in self._names]
         if absent:
             raise CheckpointError(f"{checkpoint.path} has no tensors for layer {absent[0]}.")
+        self._check_prediction()
         self.moe_layers = [i for i in range(len(self.layers)) if self._has_experts(i)]
         if not self.moe_layers:
             raise CheckpointError(
                 f"{checkpoint.name} is dense: none of its {len(self.layers)} layers has experts."
+            )
+
+    def _check_prediction(self) -> None:
+        """Refuse layers beyond those of the language model that config.json does not announce."""
+        count, key = len(self.layers), "num_nextn_predict_layers"
+        announced = int(text_config(self.config).get(key) or 0)
+        if self.prediction_layers and self.prediction_layers[-1] >= count + announced:
+            raise CheckpointError(
+                f"{self.checkpoint.path} has tensors of layer {self.prediction_layers[-1]}, its "
+                f"config.json announces {count} layers and {announced} for multi-token prediction.",
+                f"correct num_hidden_layers or {key} in config.json, or download it again",
             )
 
     def _classes(self, trust_remote_code: bool) -> tuple[Callable[..., nn.Module], Any]:
@@ -366,6 +378,15 @@ class SourceModel:
         inside = (None, *range(len(self.layers)))
         return [name for layer in inside for name in self._names.get(layer, ())]
 
+    @property
+    def prediction_layers(self) -> list[int]:
+        """Multi-token-prediction layers in the checkpoint, rising; mlx-lm does not load them."""
+        return sorted(i for i in self._names if i is not None and i >= len(self.layers))
+
+    @property
+    def prediction_bytes(self) -> int:
+        return sum(self.layer_bytes(index) for index in self.prediction_layers)
+
     def carried_names(self) -> list[str]:
         """Tensors that the language model does not load and the export copies as they are."""
         return [n for n in self.checkpoint.tensors if n.startswith(self.family.carried)]
@@ -411,6 +432,8 @@ class SourceModel:
             state_bytes_fixed=fixed,
             state_bytes_per_token=per_token,
             carried_bytes=sum(self.checkpoint.tensors[n].nbytes for n in self.carried_names()),
+            prediction_layers=len(self.prediction_layers),
+            prediction_bytes=self.prediction_bytes,
         )
 
     def _moe_layer(self, index: int, path: str) -> MoeLayer:
