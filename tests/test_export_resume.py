@@ -212,7 +212,7 @@ def test_another_model_plan_saliency_or_version_is_refused_by_name(
     monkeypatch.undo()
     shard = next(source.glob("model*.safetensors"))
     os.utime(shard, ns=(0, shard.stat().st_mtime_ns + 1))
-    refused("the model's weights has changed")
+    refused("the model's weights have changed")
     after = files(tmp_path / "out.partial")
     assert {n: c for n, c in after.items() if n != "lock"} == {
         n: c for n, c in before.items() if n != "lock"

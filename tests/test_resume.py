@@ -202,6 +202,10 @@ def test_another_model_text_or_version_is_refused_by_name(
     other = TextSet(text.domain, text.source, "0" * 64, text.documents[1:])
     with pytest.raises(ReapError, match=r"another run: the text of math has changed\."):
         run(model, partial, texts=[other], resume=True)
+    notes = TextSet(text.domain, "notes", "0" * 64, text.documents[1:])
+    several = "the texts have changed, the text of notes has changed, the text of math has changed"
+    with pytest.raises(ReapError, match=f"another run: {several}\\."):
+        run(model, partial, texts=[notes], resume=True)
     monkeypatch.setattr("reap.calibrate.resume.__version__", "9.9")
     with pytest.raises(ReapError, match=r"another run: reap's version was .* and is 9\.9\."):
         run(model, partial, resume=True)
@@ -209,7 +213,7 @@ def test_another_model_text_or_version_is_refused_by_name(
     shard = sorted(model.glob("model*.safetensors"))[1]
     before = shard.stat()
     os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    with pytest.raises(ReapError, match=r"another run: the model's weights has|weights have"):
+    with pytest.raises(ReapError, match=r"another run: the model's weights have changed\."):
         run(model, partial, resume=True)
     os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
     config = model / "config.json"
