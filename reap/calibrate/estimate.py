@@ -31,9 +31,11 @@ _PROCESS = 400_000_000  # interpreter and libraries
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes and seconds of a whole run, of `ranks` that of the one that has most to do, of all
-    `all_tokens` and `all_probe_tokens`. `scratch_bytes`: states between layers, all on disk; `seconds_per_token` of one layer, `read_rate` in bytes per second (high if the files
-    lie in the system's cache)."""
+    """Bytes and seconds of a whole run; of several `ranks`, of the one that has most to do.
+
+    `all_tokens` and `all_probe_tokens` are those of all ranks together. `scratch_bytes`: states
+    between layers, all on disk; `seconds_per_token` of one layer, `read_rate` in bytes per second
+    (high if the files lie in the system's cache)."""
 
     ranks: int
     layers: int
