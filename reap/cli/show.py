@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reap.artifacts import Evaluation, Format, Plan, Saliency
+from reap.artifacts import Evaluation, Plan, Saliency
 from reap.artifacts.evaluation import Estimate
 from reap.cli.output import say, table
 from reap.planning import format_size
@@ -279,13 +279,15 @@ def checkpoint_figures(source: SourceModel) -> Figures:
 
 def _bank_formats(source: SourceModel, index: int) -> list[str]:
     """Formats of the banks of one layer, the high one first, from the checkpoint's config."""
+    from reap.models.formats import mlx_format
+
     quantization = source.config.get("quantization") or {}
     experts = f"{source.layer_prefix(index)}.{source.family.experts}"
     banks = [f"{experts}.high", f"{experts}.low", experts]
     found = []
     for bank in banks:
         entries = [value for path, value in quantization.items() if path.rpartition(".")[0] == bank]
-        labels = [Format(e["bits"], e["group_size"], e["mode"]).label for e in entries]
+        labels = [mlx_format(entry).label for entry in entries]
         if labels:
             found.append("/".join(dict.fromkeys(labels)))
     return found or ["as stored"]

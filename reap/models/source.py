@@ -411,6 +411,7 @@ class SourceModel:
             if index in self.moe_layers:
                 moe_layers.append(self._moe_layer(index, experts))
             self.release_layer(index)
+        self._check_formats(moe_layers)
         fixed, per_token = self.family.state(text_config(self.config))
         n_group, topk_group = self.groups()
         return ModelSpec(
@@ -435,6 +436,22 @@ class SourceModel:
             prediction_layers=len(self.prediction_layers),
             prediction_bytes=self.prediction_bytes,
         )
+
+    def _check_formats(self, moe_layers: Sequence[MoeLayer]) -> None:
+        """Refuse what no plan could keep: formats that differ by layer, some below 4 bits."""
+        stored: dict[str, dict[Format, str]] = defaultdict(dict)
+        for layer in moe_layers:
+            for part in layer.projections:
+                stored[part.name].setdefault(part.format, f"{layer.experts}.{part.name}")
+        for formats_of in stored.values():
+            first, *others = sorted(formats_of, key=lambda format: format.bits)
+            if others and first.bits < 4:
+                raise CheckpointError(
+                    f"{self.checkpoint.path} stores {formats_of[first]} as {first.label} and "
+                    f"{formats_of[others[-1]]} as {others[-1].label}: a bank has one format for "
+                    "all layers, the high one of at least 4 bits.",
+                    "start from the model as it was before mlx_lm.convert",
+                )
 
     def _moe_layer(self, index: int, path: str) -> MoeLayer:
         projections = []
