@@ -23,6 +23,7 @@ import mlx.core as mx
 import models
 import numpy as np
 import pytest
+from stops import Stopped, stop_at
 from test_export import saliency
 
 from reap.artifacts import Format, Measurement, Plan
@@ -43,18 +44,6 @@ partials = importlib.import_module("reap.export.partial")
 KILLS = 4
 REAP = "import sys; from reap.cli import main; sys.exit(main())"
 CASE = ("qwen3_moe", "two-bank")
-
-
-class Stopped(Exception):
-    pass
-
-
-def stop_at(doing: str) -> Callable[[str, int, int], None]:
-    def progress(now: str, done: int, total: int) -> None:
-        if now == doing:
-            raise Stopped
-
-    return progress
 
 
 def files(directory: Path) -> dict[str, bytes]:

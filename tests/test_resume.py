@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import models
 import pytest
+from stops import Stopped, stop_at
 
 from reap.artifacts import Format
 from reap.calibrate import CalibrationSettings, calibrate
@@ -101,18 +102,6 @@ def test_killed_at_random_moments(tmp_path: Path, checkpoint: Path, uninterrupte
 
 
 # Within one process
-
-
-class Stopped(Exception):
-    pass
-
-
-def stop_at(doing: str) -> Callable[[str, int, int], None]:
-    def progress(now: str, done: int, total: int) -> None:
-        if now == doing:
-            raise Stopped
-
-    return progress
 
 
 SETTINGS = CalibrationSettings(
