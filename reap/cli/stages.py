@@ -107,8 +107,9 @@ def _write(saliency: Saliency, directory: RunDirectory, model: str, *, force: bo
         saliency.save(directory.saliency, force=force)
         directory.start(model)
     except ReapError as error:
-        options = "--resume --force" if directory.saliency.exists() else "--resume"
-        hint = f"nothing that was measured is lost: make room, then go on with {options}"
+        replaces = directory.saliency.exists()
+        how = "--resume --force" if replaces else "--resume (`reap run` does so by itself)"
+        hint = f"nothing that was measured is lost: make room, then go on with {how}"
         raise ReapError(error.message, hint) from error
 
 
