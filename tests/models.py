@@ -339,6 +339,20 @@ def copy_checkpoint(
     return _write(target, config, [shard for shard in shards if shard])
 
 
+def with_prediction_layers(source: Path, target: Path, count: int, **changes: Any) -> Path:
+    """A copy with the last layer's tensors once more as `count` layers after it, where released
+    models have their multi-token-prediction layers."""
+    last = json.loads((source / "config.json").read_text())["num_hidden_layers"] - 1
+
+    def add(shard: Tensors) -> Tensors:
+        own = {name: array for name, array in shard.items() if f".layers.{last}." in name}
+        for more in range(last + 1, last + 1 + count):
+            shard |= {n.replace(f".{last}.", f".{more}.", 1): array for n, array in own.items()}
+        return shard
+
+    return copy_checkpoint(source, target, add, **changes)
+
+
 def fp8_copy(
     source: Path, target: Path, block: tuple[int, int] = (128, 128), scale: mx.Dtype = mx.float32
 ) -> Path:

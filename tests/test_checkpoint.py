@@ -7,6 +7,7 @@ import shutil
 import struct
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,43 @@ def test_a_layer_without_tensors_is_named(qwen: Path, tmp_path: Path) -> None:
         open_source(str(path))
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("write", [models.write_deepseek_v3, models.write_glm4_moe])
+def test_prediction_layers_are_left_out_and_counted(
+    tmp_path: Path, write: Write, count: int
+) -> None:
+    plain = write(tmp_path / "plain")
+    path = models.with_prediction_layers(
+        plain, tmp_path / "more", count, num_nextn_predict_layers=count
+    )
+    source, bare = open_source(str(path)), open_source(str(plain))
+    spec = source.spec()
+    more = source.checkpoint.nbytes - bare.checkpoint.nbytes
+    assert more > 0 and (spec.prediction_layers, spec.prediction_bytes) == (count, more)
+    assert source.loaded_names() == bare.loaded_names()
+    assert bare.spec() == replace(
+        spec,
+        model="plain",
+        model_sha256=bare.checkpoint.model_sha256,
+        prediction_layers=0,
+        prediction_bytes=0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("announced", "said"), [(None, 0), (0, 0), (1, 1)], ids=["not", "none", "too few"]
+)
+def test_layers_that_the_config_does_not_announce_are_refused(
+    qwen: Path, tmp_path: Path, announced: int | None, said: int
+) -> None:
+    changes = {} if announced is None else {"num_nextn_predict_layers": announced}
+    path = models.with_prediction_layers(qwen, tmp_path / "copy", 2, **changes)
+    message = f"has tensors of layer 3, .* announces 2 layers and {said} for multi-token prediction"
+    with pytest.raises(CheckpointError, match=message) as raised:
+        open_source(str(path))
+    assert "num_hidden_layers" in str(raised.value.hint)
+
+
 # Tensors. Whatever is wrong with them is found by spec(), which reads headers only.
 
 EXPERT = "model.layers.1.mlp.experts.3.gate_proj.weight"
@@ -262,22 +300,6 @@ def test_an_unexpected_tensor_is_named(qwen: Path, tmp_path: Path) -> None:
     source = open_source(str(models.copy_checkpoint(qwen, tmp_path / "copy", add)))
     with pytest.raises(CheckpointError, match=r"unexpected model\.layers\.1\.mlp\.gate\.bias"):
         source.spec()
-
-
-def test_a_prediction_layer_beyond_the_last_is_left_alone(tmp_path: Path) -> None:
-    """Released DeepSeek-V3 checkpoints end with a layer that mlx-lm does not load."""
-    path = models.write_deepseek_v3(tmp_path / "plain", layers=2)
-    before = open_source(str(path)).spec()
-
-    def add(tensors: models.Tensors) -> models.Tensors:
-        return tensors | {
-            name.replace("layers.1.", "layers.61."): array
-            for name, array in tensors.items()
-            if ".layers.1." in name
-        }
-
-    with_more = models.copy_checkpoint(path, tmp_path / "more", add)
-    assert open_source(str(with_more)).spec().modules == before.modules
 
 
 # Bytes and parameters

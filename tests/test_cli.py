@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import models
 import numpy as np
 import pytest
 
@@ -31,6 +32,8 @@ from reap.cli.app import app
 from reap.cli.pipeline import Pipeline
 from reap.cli.rundir import RunDirectory
 from reap.data import embedded_model
+from reap.models.source import open_source
+from reap.planning import format_size
 from reap.recipes import Recipe
 
 MODEL = str(embedded_model())
@@ -968,6 +971,28 @@ def test_full_disk_leaves_all_as_it_was(
     assert snapshot(place_with_checkpoint) == before
 
 
+def test_full_disk_at_the_very_end_of_a_calibration_loses_nothing(empty: Path) -> None:
+    argv = ("calibrate", MODEL, "--tokens", "40", "--calibration", "math", *QUICK)
+    assert run(*argv, "--run", "whole").code == 0
+    whole = Path("whole/saliency.safetensors").read_bytes()
+
+    with full_disk(len(whole) - 64):  # the name of the run is in the file, too
+        result = run(*argv, "--run", "r")
+
+    assert result.error.startswith("could not write r/saliency.safetensors")
+    assert "is lost: make room, then go on with --resume (" in result.err
+    assert [file.name for file in Path("r").iterdir()] == ["calibration.partial"]
+    shutil.copy("whole/saliency.safetensors", "r")
+    with full_disk(len(whole) - 64):  # the name of the run is in the file, too
+        result = run(*argv, "--run", "r", "--resume", "--force")
+    assert result.err.endswith("is lost: make room, then go on with --resume --force\n")
+    assert Path("r/saliency.safetensors").read_bytes() == whole
+    again = run(*argv, "--run", "r", "--resume", "--force")
+    assert again.code == 0 and "layer 0" not in again.err
+    first, found = (Saliency.load(Path(name) / "saliency.safetensors") for name in ("whole", "r"))
+    assert found.score().tobytes() == first.score().tobytes()
+
+
 @pytest.mark.parametrize(
     ("argv", "after"),
     [
@@ -1014,6 +1039,22 @@ def test_evaluating_before_exporting(place: Path) -> None:
     result = run("evaluate", "--force")
     assert result.code == 1
     assert "runs/tiny-k3 has no checkpoint yet" in result.err and "reap export" in result.err
+
+
+def test_layers_that_are_left_out_are_told_once_by_every_command(empty: Path) -> None:
+    plain = models.write_deepseek_v3(empty / "plain")
+    source = models.with_prediction_layers(plain, empty / "mtp", 1, num_nextn_predict_layers=1)
+    size = format_size(open_source(str(source)).prediction_bytes)
+    said = f"Leaves out 1 multi-token-prediction layer ({size}), which mlx-lm does not run.\n"
+    calibrate = ("calibrate", source, "--run", "r", "--tokens", "40", *QUICK)
+    calibrate += ("--calibration", "math")
+    for argv in ((*calibrate, "--dry-run"), calibrate, ("plan", "--run", "r", "--size", "60%")):
+        result = run(*argv)
+        assert result.code == 0 and result.err.count(said) == 1, result
+    assert run("inspect", source).out.count(said) == 1
+    found = run("inspect", source, "--json").json
+    assert found["prediction_layers"] == 1 and format_size(found["prediction_bytes"]) == size
+    assert "Leaves out" not in run("inspect", plain).out
 
 
 def test_the_embedded_model_by_name(empty: Path) -> None:

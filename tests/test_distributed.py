@@ -22,9 +22,10 @@ from safetensors.numpy import load_file
 
 from reap.artifacts import Saliency
 from reap.calibrate import CalibrationSettings, calibrate
-from reap.cli import main
+from reap.cli import main, stages
+from reap.cli.calibrate import _print_estimate
 from reap.errors import ReapError
-from reap.models.ranks import Ranks, launched, share
+from reap.models.ranks import Ranks, _failed, launched, share
 from reap.models.source import open_source
 from reap.models.text import load_texts
 from reap.planning import PlanSettings, make_plan
@@ -238,6 +239,26 @@ def test_shares_are_whole_and_even() -> None:
     assert max(loads) - min(loads) <= max(sizes)
 
 
+def test_a_dry_run_says_what_each_of_several_ranks_takes(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = CalibrationSettings(**CASES["weighted"])
+    one, two = (
+        stages.estimate(str(checkpoint), ["math"], settings, ranks=ranks) for ranks in (1, 2)
+    )
+    assert one.ranks == 1 and one.tokens == one.all_tokens == two.all_tokens
+    assert one.probe_tokens == one.all_probe_tokens == two.all_probe_tokens
+    assert two.ranks == 2 and one.tokens / 2 <= two.tokens < one.tokens
+    assert two.read_bytes == one.read_bytes and two.scratch_bytes < one.scratch_bytes
+    _print_estimate(one, json=False)
+    assert "rank" not in capsys.readouterr().err
+    _print_estimate(two, json=False)
+    said = capsys.readouterr().err
+    assert f"4 layers, {one.tokens} tokens and {one.probe_tokens} to measure on\n" in said
+    assert "Shared by 2 ranks, each on a machine like this one" in said
+    assert f"That with most, {two.tokens} tokens and {two.probe_tokens} to measure on" in said
+
+
 # Ends
 
 
@@ -264,6 +285,29 @@ def test_what_all_ranks_refuse_is_said_once(tmp_path: Path) -> None:
     assert "error: q is not a directory.\n" in err
     assert err.count("error:") == err.count("hint:") == 1
     assert failed.keys() == {0, 1}
+
+
+def test_every_reason_is_said_once_with_the_ranks_that_have_it() -> None:
+    def said(size: int, **reasons: str) -> str:
+        messages = {int(rank[1:]): json.dumps([why, None]) for rank, why in reasons.items()}
+        return _failed({rank: each.encode() for rank, each in messages.items()}, size).message
+
+    full = "could not write p/rank-{}-of-3/progress.json: disk full"
+    assert said(3, r0="gone", r1="gone", r2="gone") == "gone"
+    each = {f"r{rank}": full.format(rank) for rank in range(3)}
+    assert said(3, **each) == full.format(0)
+    del each["r0"]
+    assert said(3, **each) == f"ranks 1, 2 failed: {full.format(1)}"
+    assert said(3, r2="gone") == "rank 2 failed: gone"
+    two = f"rank 0 failed: gone; ranks 1, 2 failed: {full.format(1)}"
+    assert said(3, r0="gone", **each) == two
+    assert said(2, r0="gone", r1="lost") == "rank 0 failed: gone; rank 1 failed: lost"
+
+
+def test_full_disks_of_all_ranks_are_one_error(tmp_path: Path, checkpoint: Path) -> None:
+    err, failed = reap(machines(tmp_path, checkpoint), before="ulimit -f 8;").ended()
+    assert "error: could not write run/calibration.partial/rank-0-of-2/" in err
+    assert err.count("could not write") == 1 and failed.keys() == {0, 1}, err
 
 
 # A rank that kills itself when the other has finished a layer and it has all but said so.

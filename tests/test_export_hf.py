@@ -263,12 +263,8 @@ def test_tensors_are_aligned(tmp_path: Path) -> None:
 
 
 def test_prediction_layers_are_left_out(tmp_path: Path) -> None:
-    def add(shard: models.Tensors) -> models.Tensors:
-        more = {n.replace("layers.3.", "layers.4."): a for n, a in shard.items() if "rs.3." in n}
-        return shard | more
-
-    source = models.copy_checkpoint(
-        source_of("deepseek_v3"), tmp_path / "s", add, num_nextn_predict_layers=1
+    source = models.with_prediction_layers(
+        source_of("deepseek_v3"), tmp_path / "s", 1, num_nextn_predict_layers=1
     )
     spec = open_source(str(source)).spec()
     plan = exports.hand_plan(spec, exports.kept_experts(spec, "stock"))

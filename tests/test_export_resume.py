@@ -24,6 +24,7 @@ import mlx_lm
 import models
 import numpy as np
 import pytest
+from stops import Stopped, stop_at
 from test_export import saliency
 
 from reap.artifacts import Format, Measurement, Plan
@@ -45,18 +46,6 @@ partials = importlib.import_module("reap.export.partial")
 KILLS = 4
 REAP = "import sys; from reap.cli import main; sys.exit(main())"
 CASE = ("qwen3_moe", "two-bank")
-
-
-class Stopped(Exception):
-    pass
-
-
-def stop_at(doing: str) -> Callable[[str, int, int], None]:
-    def progress(now: str, done: int, total: int) -> None:
-        if now == doing:
-            raise Stopped
-
-    return progress
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -214,7 +203,7 @@ def test_another_model_plan_saliency_or_version_is_refused_by_name(
     monkeypatch.undo()
     shard = next(source.glob("model*.safetensors"))
     os.utime(shard, ns=(0, shard.stat().st_mtime_ns + 1))
-    refused("the model's weights has changed")
+    refused("the model's weights have changed")
     after = files(tmp_path / "out.partial")
     assert {n: c for n, c in after.items() if n != "lock"} == {
         n: c for n, c in before.items() if n != "lock"

@@ -140,9 +140,10 @@ def test_high_bank_of_a_source_whose_layers_differ() -> None:
     spec = replace(spec, moe_layers=(replace(first, projections=narrow), *others))
     with pytest.raises(ReapError, match="a bank has one format for all layers") as caught:
         plan_with(make_saliency(spec), size=size_for(spec, 0.5))
-    assert caught.value.hint == "name one for the high bank, e.g. --high 4bit"
-    plan = plan_with(make_saliency(spec), size=size_for(spec, 0.3), high="4bit")
-    assert set(plan.high.values()) == {Format(4, 64, "affine")}
+    assert caught.value.hint == "name one for the high bank, e.g. --high 8bit-g64"
+    for high, bits in (("8bit-g64", 8), ("4bit", 4)):
+        plan = plan_with(make_saliency(spec), size=size_for(spec, 0.3), high=high)
+        assert set(plan.high.values()) == {Format(bits, 64, "affine")}
     # At 8 bit the first layer would lose and not gain.
     with pytest.raises(ReapError, match="8-bit g32 is lossy and not smaller than the source"):
         plan_with(make_saliency(spec), size=size_for(spec, 0.7), high="8bit-g32")

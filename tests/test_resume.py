@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import models
 import pytest
+from stops import Stopped, stop_at
 
 from reap.artifacts import Format
 from reap.calibrate import CalibrationSettings, calibrate
@@ -101,18 +102,6 @@ def test_killed_at_random_moments(tmp_path: Path, checkpoint: Path, uninterrupte
 
 
 # Within one process
-
-
-class Stopped(Exception):
-    pass
-
-
-def stop_at(doing: str) -> Callable[[str, int, int], None]:
-    def progress(now: str, done: int, total: int) -> None:
-        if now == doing:
-            raise Stopped
-
-    return progress
 
 
 SETTINGS = CalibrationSettings(
@@ -202,6 +191,10 @@ def test_another_model_text_or_version_is_refused_by_name(
     other = TextSet(text.domain, text.source, "0" * 64, text.documents[1:])
     with pytest.raises(ReapError, match=r"another run: the text of math has changed\."):
         run(model, partial, texts=[other], resume=True)
+    notes = TextSet(text.domain, "notes", "0" * 64, text.documents[1:])
+    several = "the texts have changed, the text of notes has changed, the text of math has changed"
+    with pytest.raises(ReapError, match=f"another run: {several}\\."):
+        run(model, partial, texts=[notes], resume=True)
     monkeypatch.setattr("reap.calibrate.resume.__version__", "9.9")
     with pytest.raises(ReapError, match=r"another run: reap's version was .* and is 9\.9\."):
         run(model, partial, resume=True)
@@ -209,7 +202,7 @@ def test_another_model_text_or_version_is_refused_by_name(
     shard = sorted(model.glob("model*.safetensors"))[1]
     before = shard.stat()
     os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    with pytest.raises(ReapError, match=r"another run: the model's weights has|weights have"):
+    with pytest.raises(ReapError, match=r"another run: the model's weights have changed\."):
         run(model, partial, resume=True)
     os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns))
     config = model / "config.json"

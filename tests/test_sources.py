@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -290,6 +291,61 @@ def test_experts_of_different_precision_need_a_named_high_bank(tmp_path: Path) -
         name = "up_proj.weight"
         assert after[f"{experts}.high.{name}"].row(row) == before[f"{experts}.{name}"].row(expert)
     assert np.isfinite(exports.logits(exports.load(tmp_path / "out"))).all()
+
+
+@functools.cache
+def by_recipe(recipe: str) -> Path:
+    """Through mlx-lm's mixed recipe, which gives the last two of four layers wider down
+    projections, and with mlx-lm 0.32 no group size in config.json."""
+    path = ROOT / "recipes" / recipe
+    source = exports.source_checkpoint("qwen3_moe")
+    mlx_lm.convert(str(source), str(path), quantize=True, quant_predicate=recipe)
+    return path
+
+
+def test_a_mixed_recipe_is_pruned_as_the_hint_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = by_recipe("mixed_4_6")
+    assert main(["inspect", str(source)]) == 0
+    assert re.search(r"\n 2 +12 +12 4-bit g64/6-bit g64 *\n", capsys.readouterr().out)
+    calibration = ["--calibration", "math", "--tokens", "100", "--sequence-length", "32"]
+    assert main(["calibrate", str(source), "--run", "r", *calibration]) == 0
+    plan_it = ["plan", "--run", "r", "--size", "70%", "--min-experts", "3"]
+    capsys.readouterr()
+    assert main(plan_it) == 1
+    hint = re.search(r"hint: name one for the high bank, e\.g\. (.*)\n", capsys.readouterr().err)
+    assert hint is not None
+    assert main([*plan_it, *hint[1].split()]) == 0
+    assert main(["export", "--run", "r"]) == 0
+    plan = Plan.load(Path("r/plan.json"))
+    assert set(plan.high.values()) == {Format(4, 64, "affine")}
+    before, after = exports.raw_tensors(source), exports.raw_tensors(Path("r/checkpoint"))
+    for layer in plan.layers:
+        path = plan.experts_path[layer.layer]
+        bank = f"{path}.high" if layer.split else path
+        for name in plan.high if layer.high else ():
+            ours, theirs = (x[f"{p}.{name}.weight"] for x, p in ((after, bank), (before, path)))
+            narrowed = layer.layer >= 2 and name == "down_proj"
+            assert (ours.shape[2] < theirs.shape[2]) == narrowed
+            for row, expert in enumerate(layer.kept[: layer.high]):
+                assert narrowed or ours.row(row) == theirs.row(expert)
+    assert np.isfinite(exports.logits(exports.load(Path("r/checkpoint")))).all()
+
+
+@pytest.mark.parametrize("recipe", ["mixed_2_6", "mixed_3_4"])
+def test_a_mixed_recipe_below_four_bits_is_refused_before_the_work(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    few, more = recipe.split("_")[1:]
+    calibration = ["--calibration", "math", "--tokens", "40"]
+    assert main(["calibrate", str(by_recipe(recipe)), "--run", "r", *calibration]) == 1
+    err = capsys.readouterr().err
+    assert f"layers.0.mlp.switch_mlp.down_proj as {few}-bit g64" in err
+    assert f"layers.2.mlp.switch_mlp.down_proj as {more}-bit g64" in err
+    assert "layer 0" not in err and not Path("r").exists()
 
 
 # Refusals, all when the source is opened

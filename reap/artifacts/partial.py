@@ -107,14 +107,16 @@ def code_sha256(folders: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def difference(
+    before: Mapping[str, Any], now: Mapping[str, Any], names: Sequence[str] | None = None
+) -> str:
     """In what two fingerprints differ, in words; "" if they agree.
 
     A fingerprint maps what a run depends on, in a person's words, to a version or a digest.
+    `names`: of those in which they differ, the ones to tell; default: all.
     """
-    return ", ".join(
-        _differs(name, before.get(name), now.get(name)) for name in changed(before, now)
-    )
+    told = changed(before, now) if names is None else names
+    return ", ".join(_differs(name, before.get(name), now.get(name)) for name in told)
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -124,6 +126,10 @@ def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _differs(name: str, before: Any, now: Any) -> str:
-    if name.endswith(("version", "the device")):
+    if name.startswith("the setting") or name.endswith(("'s version", "the device")):
         return f"{name} was {before} and is {now}"
-    return f"{name} has changed"
+    return f"{name} {'have' if name in _PLURALS else 'has'} changed"
+
+
+_PLURALS = ("the model's weights", "the texts", "the tokens")
+"""Names in fingerprints that stand for several things."""

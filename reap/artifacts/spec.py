@@ -135,7 +135,8 @@ class ModelSpec:
 
     Router matrices appear in `modules` with role "router" and one row per expert.
     `state_bytes_fixed` + `state_bytes_per_token` × context is the KV and recurrent state of one
-    sequence. `carried_bytes` are tensors that are copied but not loaded (vision towers).
+    sequence. `carried_bytes` are tensors that are copied but not loaded (vision towers),
+    `prediction_layers` and `prediction_bytes` are multi-token-prediction layers, which are neither.
     """
 
     model: str
@@ -153,6 +154,8 @@ class ModelSpec:
     state_bytes_fixed: int
     state_bytes_per_token: int
     carried_bytes: int
+    prediction_layers: int = 0
+    prediction_bytes: int = 0
 
     def trunk_bytes(self, formats: dict[str, Format] | None = None) -> int:
         """Bytes of everything but routed experts and router rows; `formats` by module path."""

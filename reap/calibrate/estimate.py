@@ -31,11 +31,16 @@ _PROCESS = 400_000_000  # interpreter and libraries
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes and seconds of a whole run, on each rank. `scratch_bytes`: states between layers, all
-    on disk; `seconds_per_token` of one layer, `read_rate` in bytes per second (high if the files
-    lie in the system's cache)."""
+    """Bytes and seconds of a whole run; of several `ranks`, of the one that has most to do.
 
+    `all_tokens` and `all_probe_tokens` are those of all ranks together. `scratch_bytes`: states
+    between layers, all on disk; `seconds_per_token` of one layer, `read_rate` in bytes per second
+    (high if the files lie in the system's cache)."""
+
+    ranks: int
     layers: int
+    all_tokens: int
+    all_probe_tokens: int
     tokens: int
     probe_tokens: int
     read_bytes: int
@@ -137,7 +142,10 @@ def estimate(
     largest = max(source.layer_bytes(i) for i in range(layers))
     held = scratch if memory is None else min(memory, scratch)
     return Estimate(
+        ranks=ranks,
         layers=layers,
+        all_tokens=sum(len(part.tokens) for part in parts),
+        all_probe_tokens=sum(len(part.tokens) for part in probes),
         tokens=tokens,
         probe_tokens=probed,
         read_bytes=read,

@@ -27,7 +27,7 @@ from safetensors.numpy import load, save
 
 from reap import __version__
 from reap.artifacts.files import sha256
-from reap.artifacts.partial import ANEW, changed, code_sha256, write_synced
+from reap.artifacts.partial import ANEW, changed, code_sha256, difference, write_synced
 from reap.errors import ReapError
 from reap.models.ranks import Ranks
 from reap.models.source import SourceModel
@@ -139,7 +139,7 @@ class PartialRun:
                 raise ReapError(f"{self._progress} was written by another version of reap.", ANEW)
             before = kept["fingerprint"]
             if names := _changed(before, fingerprint):
-                what = ", ".join(_difference(n, before.get(n), fingerprint.get(n)) for n in names)
+                what = difference(before, fingerprint, names)
                 raise ReapError(f"{self.directory} is of another run: {what}.", ANEW)
             int(kept["layers_done"])
             return dict(kept)
@@ -255,7 +255,7 @@ _RANKS = "rank-*-of-*"
 
 def own_directory(directory: Path, ranks: Ranks) -> Path:
     """Where this rank keeps what it has; `directory` itself if there is no other."""
-    return directory if ranks.size == 1 else directory / f"rank-{ranks.rank}-of-{ranks.size}"
+    return directory if ranks.size == 1 else directory / ranks.name
 
 
 def _check_size(directory: Path, ranks: Ranks) -> None:
@@ -284,12 +284,6 @@ def remove(directory: Path) -> None:
         remove(part)
     (directory / "progress.json").unlink(missing_ok=True)  # first: what it names goes next
     shutil.rmtree(directory)
-
-
-def _difference(name: str, before: Any, now: Any) -> str:
-    if name.startswith(("the setting", "reap's version", "mlx's", "the device")):
-        return f"{name} was {before} and is {now}"
-    return f"{name} has changed" if before is not None and now is not None else f"{name} differs"
 
 
 def packed(*things: object) -> dict[str, np.ndarray]:

@@ -98,7 +98,7 @@ def calibrate(
             found = stages.estimate(
                 model, texts, settings, trust=trust_remote_code, memory=limit, ranks=ranks.size
             )
-            _print_estimate(found, json=json, ranks=ranks.size)
+            _print_estimate(found, json=json)
         if dry_run:
             return
         saliency = stages.calibrate(
@@ -116,17 +116,24 @@ def calibrate(
             _print_summary(saliency, directory.saliency, json=json)
 
 
-def _print_estimate(found: Estimate, *, json: bool, ranks: int) -> None:
+def _print_estimate(found: Estimate, *, json: bool) -> None:
     from reap.cli.output import print_json, say
     from reap.planning.size import format_size
 
     if json:
         print_json(asdict(found))
-    if ranks > 1:
-        say(f"On each of {ranks} ranks, if each has a machine like this one to itself:")
     say(
-        f"{found.layers} layers, {found.tokens:,} tokens and {found.probe_tokens:,} to measure "
-        f"on\nto read: {format_size(found.read_bytes)} at {format_size(round(found.read_rate))}"
+        f"{found.layers} layers, {found.all_tokens:,} tokens and {found.all_probe_tokens:,} to "
+        "measure on"
+    )
+    if found.ranks > 1:
+        say(
+            f"Shared by {found.ranks} ranks, each on a machine like this one: each reads the whole "
+            f"model and takes some of the batches. That with most, {found.tokens:,} tokens and "
+            f"{found.probe_tokens:,} to measure on, takes:"
+        )
+    say(
+        f"to read: {format_size(found.read_bytes)} at {format_size(round(found.read_rate))}"
         f"/s as measured (more than the disk gives if the files are cached)\n"
         f"peak memory: about {format_size(found.peak_bytes)}\n"
         f"scratch on disk: about {format_size(found.scratch_bytes)}\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -21,6 +22,16 @@ if TYPE_CHECKING:
     from reap.planning import PlanDiff, PlanSettings
 
 Figures = dict[str, Any]
+
+
+def say_left_out(layers: int, nbytes: int) -> None:
+    """What of a checkpoint is neither calibrated nor planned nor exported, if there is any."""
+    if layers:
+        what = "layer" if layers == 1 else "layers"
+        say(
+            f"Leaves out {layers} multi-token-prediction {what} ({format_size(nbytes)}), which "
+            "mlx-lm does not run."
+        )
 
 
 def saliency_figures(saliency: Saliency) -> Figures:
@@ -229,11 +240,15 @@ def show_evaluation(evaluation: Evaluation) -> None:
     rows = []
     for domain in evaluation.domains:
         score = evaluation.domain_score(domain)
-        row = [domain, f"{score.tokens:,}", plus_minus(score.perplexity, 3)]
+        row = [
+            domain,
+            f"{score.tokens:,}",
+            plus_minus(score.perplexity, 3) + _of_one(score.perplexity),
+        ]
         if score.base_perplexity and score.kl and score.same_top:
             row += [
                 f"{score.base_perplexity.value:.3f}",
-                nats(score.kl),
+                nats(score.kl) + _of_one(score.kl),
                 f"{100 * score.same_top.value:.1f} %",
             ]
         rows.append(row)
@@ -243,7 +258,11 @@ def show_evaluation(evaluation: Evaluation) -> None:
     table(evaluation.label, columns, rows)
     if compared:
         mean = evaluation.mean_kl
-        say(f"Mean KL over the domains: {nats(mean)} nats.")
+        say(f"Mean KL over the domains: {nats(mean)}{_of_one(mean)} nats.")
+
+
+def _of_one(estimate: Estimate) -> str:
+    return "" if math.isfinite(estimate.error) else " (one document)"
 
 
 def checkpoint_figures(source: SourceModel) -> Figures:
@@ -259,6 +278,8 @@ def checkpoint_figures(source: SourceModel) -> Figures:
         "model_type": config["model_type"],
         "bytes": source.checkpoint.nbytes,
         "loaded_bytes": sum(tensors[name].nbytes for name in source.loaded_names()),
+        "prediction_layers": len(source.prediction_layers),
+        "prediction_bytes": source.prediction_bytes,
         "tensors": len(tensors),
         "expert_counts": counts,
         "expert_bank_split": splits,
@@ -268,6 +289,8 @@ def checkpoint_figures(source: SourceModel) -> Figures:
 
 def _bank_formats(source: SourceModel, splits: Sequence[int]) -> dict[int, list[str]]:
     """Formats of every layer's banks, the high one first: the config's, else the tensors'."""
+    from reap.models.formats import mlx_format
+
     quantization = source.config.get("quantization") or {}
     stored: dict[int, str] = {}
     if "model_file" not in source.config:
@@ -277,7 +300,7 @@ def _bank_formats(source: SourceModel, splits: Sequence[int]) -> dict[int, list[
     def label(index: int, bank: str) -> str:
         path = f"{source.layer_prefix(index)}.{source.family.experts}{bank}"
         entries = [value for name, value in quantization.items() if name.rpartition(".")[0] == path]
-        named = _joined(Format(e["bits"], e["group_size"], e["mode"]) for e in entries)
+        named = _joined(mlx_format(entry) for entry in entries)
         return named or stored.get(index, "as stored")
 
     return {
@@ -297,6 +320,7 @@ def show_checkpoint(source: SourceModel) -> None:
         f"{figures['tensors']:,} tensors, of which mlx-lm loads "
         f"{format_size(figures['loaded_bytes'])}."
     )
+    say_left_out(figures["prediction_layers"], figures["prediction_bytes"])
     rows = []
     for layer, (kept, split) in enumerate(
         zip(figures["expert_counts"], figures["expert_bank_split"])

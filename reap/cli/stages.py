@@ -21,6 +21,7 @@ from reap.artifacts.provenance import Corpus
 from reap.cli import command_line
 from reap.cli.output import progress_bar, say
 from reap.cli.rundir import RunDirectory
+from reap.cli.show import say_left_out
 from reap.errors import ReapError
 from reap.progress import silent
 
@@ -74,6 +75,8 @@ def calibrate(
         ranks.gather()  # all have looked, so the directories may come and go
         loaded = load_texts(texts, split="calibration")
         source = open_source(model, trust_remote_code=trust)
+        if ranks.rank == 0:
+            say_left_out(len(source.prediction_layers), source.prediction_bytes)
         for turn in range(ranks.size):  # they may share a disk
             if turn == ranks.rank and not resume:
                 remove(partial)
@@ -92,11 +95,22 @@ def calibrate(
                 ranks=ranks,
             )
         if ranks.rank == 0:
-            saliency.save(directory.saliency, force=force)
-            directory.start(model)
+            _write(saliency, directory, model, force=force)
         ranks.gather()  # it is written
         remove(own)
     return saliency
+
+
+def _write(saliency: Saliency, directory: RunDirectory, model: str, *, force: bool) -> None:
+    """The files of a finished calibration; if they cannot be written, what it kept stays."""
+    try:
+        saliency.save(directory.saliency, force=force)
+        directory.start(model)
+    except ReapError as error:
+        replaces = directory.saliency.exists()
+        how = "--resume --force" if replaces else "--resume (`reap run` does so by itself)"
+        hint = f"nothing that was measured is lost: make room, then go on with {how}"
+        raise ReapError(error.message, hint) from error
 
 
 def _remove_if_empty(folder: Path) -> None:
@@ -120,6 +134,7 @@ def estimate(
 
     loaded = load_texts(texts, split="calibration")
     source = open_source(model, trust_remote_code=trust)
+    say_left_out(len(source.prediction_layers), source.prediction_bytes)
     return measure(source, loaded, settings, trust_remote_code=trust, memory=memory, ranks=ranks)
 
 
@@ -172,6 +187,7 @@ def plan(
 
     check_output(out, force)
     measured = Saliency.load(saliency)
+    say_left_out(measured.spec.prediction_layers, measured.spec.prediction_bytes)
     inputs = {"saliency": sha256(saliency)}
     provenance = _provenance(measured.spec, inputs, measured.provenance.corpora)
     if plain is None:

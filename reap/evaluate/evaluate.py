@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -130,10 +131,7 @@ def evaluate_all(
             weight_bytes=_loaded_bytes(model),
             expert_bytes=_expert_bytes(model),
             base_expert_bytes=_expert_bytes(reference or model),
-            documents=tuple(
-                DocumentScore(domain=read[domain].domain, **asdict(mine.sums[domain, document]))
-                for domain, document in sorted(mine.sums)
-            ),
+            documents=mine.documents([text.domain for text in read]),
             kl_quantiles=mine.quantiles(),
         )
         for (label, model), mine in zip(checkpoints.items(), scored)
@@ -149,14 +147,29 @@ class _Scored:
     """What one checkpoint scored so far."""
 
     def __init__(self) -> None:
-        self.sums: dict[tuple[int, int], _Sums] = defaultdict(_Sums)
+        # By domain and document the fields of DocumentScore while they add up.
+        self._sums: dict[tuple[int, int], dict[str, Any]] = {}
         self._divergences: list[np.ndarray] = []
 
     def add(self, batch: Batch, scores: dict[str, np.ndarray]) -> None:
         if "kl" in scores:
             self._divergences.append(scores["kl"][batch.mask[:, 1:]])
         for row, document in enumerate(batch.documents):
-            self.sums[batch.domain, document].add(scores, row, int(batch.lengths[row]) - 1)
+            sums = self._sums.setdefault((batch.domain, document), defaultdict(float))
+            tokens = int(batch.lengths[row]) - 1
+            sums["tokens"] += tokens
+            for name, values in scores.items():
+                sums[name] += float(values[row, :tokens].sum())
+
+    def documents(self, domains: Sequence[str]) -> tuple[DocumentScore, ...]:
+        """`domains`: their names, in the batches' order."""
+        return tuple(
+            DocumentScore(
+                domains[domain],
+                **sums | {name: int(sums[name]) for name in ("tokens", "same_top")},
+            )
+            for (domain, _), sums in sorted(self._sums.items(), key=lambda entry: entry[0])
+        )
 
     def quantiles(self) -> dict[str, float]:
         """Of the divergence of single tokens, in nats by percentage; empty without reference."""
@@ -164,29 +177,6 @@ class _Scored:
             return {}
         values = np.percentile(np.concatenate(self._divergences), QUANTILES)
         return {f"{q:g}": float(v) for q, v in zip(QUANTILES, values)}
-
-
-@dataclass
-class _Sums:
-    """The fields of DocumentScore while they add up."""
-
-    tokens: int = 0
-    nll: float = 0.0
-    nll_squared: float = 0.0
-    base_nll: float = 0.0
-    base_nll_squared: float = 0.0
-    nll_cross: float = 0.0
-    kl: float = 0.0
-    same_top: int = 0
-    dp: float = 0.0
-    dp_squared: float = 0.0
-
-    def add(self, scores: dict[str, np.ndarray], row: int, tokens: int) -> None:
-        self.tokens += tokens
-        for name, values in scores.items():
-            total = values[row, :tokens].sum()
-            kind = type(getattr(self, name))
-            setattr(self, name, getattr(self, name) + kind(total))
 
 
 def _logits(

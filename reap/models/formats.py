@@ -121,13 +121,20 @@ def _check_mlx(settings: Mapping[str, Any]) -> None:
     """The default and every module's own format; `false` leaves a module as it is."""
     own = {path: value for path, value in settings.items() if isinstance(value, dict)}
     for path, value in {"": settings, **own}.items():
-        bits, group = value.get("bits", 0), value.get("group_size", 0)
-        format = Format(bits, group, value.get("mode", "affine"))
+        format = mlx_format(value)
         if format.mode == "dense" or not format.known:
             raise _unreadable(
-                f"{format.mode} with {bits} bits and groups of {group}"
+                f"{format.mode} with {format.bits} bits and groups of {format.group_size}"
                 + (f" ({path})" if path else "")
             )
+
+
+def mlx_format(settings: Mapping[str, Any]) -> Format:
+    """What an entry of config["quantization"] says; its `known` tells whether that is a format."""
+    mode, group = settings.get("mode", "affine"), settings.get("group_size", 0)
+    if group is None:  # mlx_lm.convert's mixed recipes leave it to MLX
+        group = {"affine": 64, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16}.get(mode, 0)
+    return Format(settings.get("bits", 0), group, mode)
 
 
 def _check_scales(checkpoint: Checkpoint, names: Sequence[str], block: Block) -> None:

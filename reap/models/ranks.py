@@ -39,6 +39,11 @@ class Ranks:
         self.rank: int = 0 if group is None else group.rank()
         self.size: int = 1 if group is None else group.size()
 
+    @property
+    def name(self) -> str:
+        """What tells this rank's files from those of the others."""
+        return _name(self.rank, self.size)
+
     def gather(self, message: bytes = b"") -> list[bytes]:
         """Every rank's message, in their order, when all ranks have come here.
 
@@ -136,12 +141,25 @@ class Ranks:
         return np.array(found).reshape(self.size, -1)
 
 
+def _name(rank: int, size: int) -> str:
+    return f"rank-{rank}-of-{size}"
+
+
 def _failed(messages: Mapping[int, bytes], size: int) -> _Failed:
+    """Each reason once, in the words of the lowest rank that has it, and which ranks have it."""
     found = {rank: tuple(json.loads(message)) for rank, message in messages.items()}
-    what, hint = next(iter(found.values()))
-    if len(found) < size or len(set(found.values())) > 1:
-        what = "; ".join(f"rank {rank} failed: {each}" for rank, (each, _) in found.items())
-    return _Failed(what, hint)
+    alike: dict[str, list[int]] = {}
+    for rank, (each, _) in found.items():  # the same reason may name each rank's own files
+        alike.setdefault(each.replace(_name(rank, size), ""), []).append(rank)
+    lowest, hint = found[min(found)]
+    if len(alike) == 1 and len(found) == size:
+        return _Failed(lowest, hint)
+    told = (f"{_named(ranks)} failed: {found[ranks[0]][0]}" for ranks in alike.values())
+    return _Failed("; ".join(told), hint)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def share(sizes: Sequence[int], ranks: int) -> list[list[int]]:

@@ -74,10 +74,22 @@ class SourceModel:
         absent = [i for i in range(len(self.layers)) if i not in self._names]
         if absent:
             raise CheckpointError(f"{checkpoint.path} has no tensors for layer {absent[0]}.")
+        self._check_prediction()
         self.moe_layers = [i for i in range(len(self.layers)) if self._has_experts(i)]
         if not self.moe_layers:
             raise CheckpointError(
                 f"{checkpoint.name} is dense: none of its {len(self.layers)} layers has experts."
+            )
+
+    def _check_prediction(self) -> None:
+        """Refuse layers beyond those of the language model that config.json does not announce."""
+        count, key = len(self.layers), "num_nextn_predict_layers"
+        announced = int(text_config(self.config).get(key) or 0)
+        if self.prediction_layers and self.prediction_layers[-1] >= count + announced:
+            raise CheckpointError(
+                f"{self.checkpoint.path} has tensors of layer {self.prediction_layers[-1]}, its "
+                f"config.json announces {count} layers and {announced} for multi-token prediction.",
+                f"correct num_hidden_layers or {key} in config.json, or download it again",
             )
 
     def _classes(self, trust_remote_code: bool) -> tuple[Callable[..., nn.Module], Any]:
@@ -409,6 +421,15 @@ class SourceModel:
         inside = (None, *range(len(self.layers)))
         return [name for layer in inside for name in self._names.get(layer, ())]
 
+    @property
+    def prediction_layers(self) -> list[int]:
+        """Multi-token-prediction layers in the checkpoint, rising; mlx-lm does not load them."""
+        return sorted(i for i in self._names if i is not None and i >= len(self.layers))
+
+    @property
+    def prediction_bytes(self) -> int:
+        return sum(self.layer_bytes(index) for index in self.prediction_layers)
+
     def carried_names(self) -> list[str]:
         """Tensors that the language model does not load and the export copies as they are."""
         return [n for n in self.checkpoint.tensors if n.startswith(self.family.carried)]
@@ -433,6 +454,7 @@ class SourceModel:
             if index in self.moe_layers:
                 moe_layers.append(self._moe_layer(index, experts))
             self.release_layer(index)
+        self._check_formats(moe_layers)
         fixed, per_token = self.family.state(text_config(self.config))
         n_group, topk_group = self.groups()
         return ModelSpec(
@@ -454,7 +476,25 @@ class SourceModel:
             state_bytes_fixed=fixed,
             state_bytes_per_token=per_token,
             carried_bytes=sum(self.checkpoint.tensors[n].nbytes for n in self.carried_names()),
+            prediction_layers=len(self.prediction_layers),
+            prediction_bytes=self.prediction_bytes,
         )
+
+    def _check_formats(self, moe_layers: Sequence[MoeLayer]) -> None:
+        """Refuse what no plan could keep: formats that differ by layer, some below 4 bits."""
+        stored: dict[str, dict[Format, str]] = defaultdict(dict)
+        for layer in moe_layers:
+            for part in layer.projections:
+                stored[part.name].setdefault(part.format, f"{layer.experts}.{part.name}")
+        for formats_of in stored.values():
+            first, *others = sorted(formats_of, key=lambda format: format.bits)
+            if others and first.bits < 4:
+                raise CheckpointError(
+                    f"{self.checkpoint.path} stores {formats_of[first]} as {first.label} and "
+                    f"{formats_of[others[-1]]} as {others[-1].label}: a bank has one format for "
+                    "all layers, the high one of at least 4 bits.",
+                    "start from the model as it was before mlx_lm.convert",
+                )
 
     def _moe_layer(self, index: int, path: str) -> MoeLayer:
         projections = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
@@ -51,13 +52,7 @@ def choose_precision(spec: ModelSpec, settings: PlanSettings) -> Precision:
     """Resolve the settings' formats; raises ReapError if they do not fit the model's shapes."""
     names = tuple(dict.fromkeys(p.name for layer in spec.moe_layers for p in layer.projections))
     trunk = trunk_formats(spec, settings.trunk)
-    if settings.high == "source":
-        high = source_bank(spec)
-    else:
-        high = _fitting(spec, "high", dict.fromkeys(names, settings.high)) or {}
-        if not high:
-            raise _no_group(spec, "high", names, Format.parse(settings.high))
-        _need_smaller(spec, "high", high, None, "the source")
+    high = source_bank(spec) if settings.high == "source" else _high_bank(spec, settings.high)
     low = {} if settings.low == NO_LOW else _low_bank(spec, settings, names, high)
     high_bytes = _expert_bytes(spec, high)
     return Precision(
@@ -73,6 +68,15 @@ def choose_precision(spec: ModelSpec, settings: PlanSettings) -> Precision:
         ),
         trunk_bytes=spec.trunk_bytes(trunk),
     )
+
+
+def _high_bank(spec: ModelSpec, text: str) -> Bank:
+    names = tuple(dict.fromkeys(p.name for layer in spec.moe_layers for p in layer.projections))
+    high = _fitting(spec, "high", dict.fromkeys(names, text)) or {}
+    if not high:
+        raise _no_group(spec, "high", names, Format.parse(text))
+    _need_smaller(spec, "high", high, None, "the source")
+    return high
 
 
 def _low_bank(spec: ModelSpec, settings: PlanSettings, names: tuple[str, ...], high: Bank) -> Bank:
@@ -131,9 +135,20 @@ def source_bank(spec: ModelSpec) -> Bank:
                 raise ReapError(
                     f"{layer.experts}.{projection.name} is stored as {projection.format.label}, "
                     f"in earlier layers as {known.label}; a bank has one format for all layers.",
-                    "name one for the high bank, e.g. --high 4bit",
+                    f"name one for the high bank, {_one_for_all(spec)}",
                 )
     return bank
+
+
+def _one_for_all(spec: ModelSpec) -> str:
+    """The high bank of most bits that fits a source whose layers differ, as an option."""
+    formats = {p.format for layer in spec.moe_layers for p in layer.projections}
+    stored = [f.label.replace("-bit g", "bit-g") for f in formats if f.mode != "dense"]
+    for text in sorted([*stored, "8bit", "4bit"], key=lambda t: -Format.parse(t).bits_per_weight):
+        with suppress(ReapError):
+            _high_bank(spec, text)
+            return f"e.g. --high {text}"
+    return "--high, of fewer bits than the source has anywhere"
 
 
 def trunk_formats(spec: ModelSpec, trunk: str) -> dict[str, Format]:
