@@ -52,6 +52,15 @@ def calibrate(
     sensitivity: Annotated[
         bool, typer.Option(help="Measure the KL divergence with one layer changed at a time.")
     ] = True,
+    sensitivity_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Of the probes, how many that is measured on; default: all, or as many as at "
+            "most double the work.",
+            show_default=False,
+        ),
+    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -92,6 +101,7 @@ def calibrate(
             low_formats=tuple(map(stages.parse_format, low or ())),
             low_rounding=low_rounding,
             sensitivity=sensitivity,
+            sensitivity_tokens=sensitivity_tokens,
         )
         texts = calibration or ()
         if dry_run and ranks.rank == 0:
@@ -126,7 +136,8 @@ def _print_estimate(found: Estimate, *, json: bool, ranks: int) -> None:
         say(f"On each of {ranks} ranks, if each has a machine like this one to itself:")
     say(
         f"{found.layers} layers, {found.tokens:,} tokens and {found.probe_tokens:,} to measure "
-        f"on\nto read: {format_size(found.read_bytes)} at {format_size(round(found.read_rate))}"
+        f"on, sensitivity on {found.sensitivity_tokens:,}\n"
+        f"to read: {format_size(found.read_bytes)} at {format_size(round(found.read_rate))}"
         f"/s as measured (more than the disk gives if the files are cached)\n"
         f"peak memory: about {format_size(found.peak_bytes)}\n"
         f"scratch on disk: about {format_size(found.scratch_bytes)}\n"
