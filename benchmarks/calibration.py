@@ -3,7 +3,8 @@
 Writes checkpoints of 10, 20 and 40 layers, one shard a layer, calibrates each in a process of its
 own and prints peak resident memory and bytes read against one layer's bytes and the checkpoint's;
 then the time against mlx-lm's plain forward pass of the same tokens, both in one process; then how
-the time grows with tokens and layers. --full takes the sizes of a several-GB checkpoint.
+the time grows with tokens and layers; then what the sensitivity adds, on smaller layers. --full
+takes the sizes of a several-GB checkpoint.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,28 @@ def overhead(path: Path, tokens: int, repeats: int) -> dict[str, float]:
     }
 
 
+TINY = {"hidden": 128, "experts": 16, "inner": 64}
+
+
+def sensitivity(path: Path) -> dict[str, Any]:
+    """Seconds without it, on as many tokens as reap chooses, and on all probes."""
+    source = open_source(str(path))
+    texts = load_texts(["math"], split="calibration")
+    chosen = replace(settings(1000, 500), low_formats=())
+    seconds, found = [], None
+    for changes in ({"sensitivity": False}, {"sensitivity_tokens": 500}, {}):
+        start = time.perf_counter()
+        found = calibrate(source, texts, replace(chosen, **changes)).measurement
+        seconds.append(time.perf_counter() - start)
+    assert found is not None
+    return {
+        "layers": len(source.layers),
+        "probe_tokens": int(found.tokens[0]),
+        "sensitivity_tokens": int(found.kl_tokens[0]),
+        "seconds": dict(zip(("without", "all_probes", "default"), seconds)),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--full", action="store_true", help="layers of 90 MB, 40 of them 3.6 GB")
@@ -143,7 +167,7 @@ def main() -> None:
     def say(text: str) -> None:
         print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
 
-    result: dict[str, Any] = {"shape": shape, "memory": [], "linear": []}
+    result: dict[str, Any] = {"shape": shape, "memory": [], "linear": [], "sensitivity": []}
     with tempfile.TemporaryDirectory(dir=options.scratch, prefix="reap-benchmark-") as folder:
         paths = {}
         for layers in options.layers:
@@ -179,6 +203,14 @@ def main() -> None:
                 **result["overhead"]
             )
         )
+        say("\nlayers  probes  sensitivity on  s without  on all probes  default")
+        for layers in options.layers:
+            path = write_checkpoint(Path(folder) / f"tiny-{layers}", layers, **TINY)
+            result["sensitivity"].append(found := sensitivity(path))
+            say(
+                "{layers:6d} {probe_tokens:7,} {sensitivity_tokens:15,}".format(**found)
+                + "{without:11.1f} {all_probes:14.1f} {default:8.1f}".format(**found["seconds"])
+            )
     if options.json:
         print(json.dumps(result, indent=1))
 

@@ -44,7 +44,10 @@ def calibrated(
         open_source(str(embedded_model())),
         load_texts(texts, split="calibration"),
         CalibrationSettings(
-            tokens=tokens, sequence_length=SEQUENCE_LENGTH, probe_tokens=probe_tokens
+            tokens=tokens,
+            sequence_length=SEQUENCE_LENGTH,
+            probe_tokens=probe_tokens,
+            sensitivity_tokens=probe_tokens,
         ),
         command=command,
     )

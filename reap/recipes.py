@@ -108,6 +108,7 @@ _CALIBRATION: dict[str, Check] = {
     "batch_tokens": _whole(1),
     "probe_tokens": _whole(0),
     "sensitivity": _flag,
+    "sensitivity_tokens": _whole(1),
     "low": _names,
     "low_rounding": _rounding,
 }

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors import safe_open
+from safetensors.numpy import load_file, save, save_file
 
 from reap.artifacts import (
     Corpus,
@@ -82,6 +83,7 @@ def make_saliency(*, measured: bool = True) -> Saliency:
         kl_kept=np.array([2]),
         drop_kl=np.zeros(0),
         low_kl=np.zeros(0),
+        kl_tokens=np.array([30]),
     )
     return Saliency(
         provenance=PROVENANCE,
@@ -476,6 +478,33 @@ def test_second_moments_add_up_or_come_from_the_run_that_has_them() -> None:
     ):
         assert merged.moments is one.moments
     assert without.merged(without, provenance=PROVENANCE).moments is None
+
+
+def test_a_file_that_does_not_say_how_many_tokens_kl_is_of_can_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "saliency"
+    make_saliency().save(file)
+    tensors = load_file(file)
+    with safe_open(file, "np") as opened:
+        metadata = opened.metadata()
+    del tensors["measurement.kl_tokens"]
+    file.write_bytes(save(tensors, metadata))
+    loaded = Saliency.load(file).measurement
+    assert loaded is not None and loaded.kl_tokens.size == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kl_tokens", "kept"), [(50, 31, 31), (50, 29, 30), (49, 99, 30)]
+)
+def test_of_two_measurements_that_on_most_tokens_is_kept(
+    tokens: int, kl_tokens: int, kept: int
+) -> None:
+    one = make_saliency()
+    assert one.measurement is not None
+    measured = replace(one.measurement, tokens=np.full(2, tokens), kl_tokens=np.array([kl_tokens]))
+    other = replace(one, measurement=measured)
+    for pair in ((one, other), (other, one)):
+        found = pair[0].merged(pair[1], provenance=PROVENANCE).measurement
+        assert found is not None and found.kl_tokens.tolist() == [kept]
 
 
 def test_how_low_bits_were_rounded_survives_the_file(tmp_path: Path) -> None:

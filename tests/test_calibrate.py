@@ -565,15 +565,27 @@ class Dense(nn.Module):
         return mx.gather_mm(x, self.weight.swapaxes(-1, -2), rhs_indices=indices)
 
 
-@pytest.mark.parametrize("family", ["kimi_k3", *PLAIN_FAMILIES])
+# Of 12 tokens each domain has 6: of 11, 5 and 3 the first 6 of the first; of 2 and 8 two and four.
+BEGINNINGS: Corpora = {"one": [FEW["one"][0][:6]], "two": [FEW["two"][0], FEW["two"][1][:4]]}
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens", "compared"),
+    [
+        *((family, None, FEW) for family in ("kimi_k3", *PLAIN_FAMILIES)),
+        *((family, 12, BEGINNINGS) for family in ("kimi_k3", "qwen3_moe")),
+    ],
+)
 def test_the_sensitivity_is_that_of_the_whole_changed_model(
-    checkpoints: dict[str, Path], family: str
+    checkpoints: dict[str, Path], family: str, tokens: int | None, compared: Corpora
 ) -> None:
-    found = saliency_of(checkpoints[family], FEW, MEASURED)
+    settings = replace(MEASURED, sensitivity_tokens=tokens)
+    found = saliency_of(checkpoints[family], FEW, settings)
     measured = found.measurement
     assert measured is not None
+    assert measured.kl_tokens.tolist() == [sum(map(len, all_documents(compared)))]
     model = models.load_plain(checkpoints[family])
-    documents = [mx.array([ids]) for ids in all_documents(FEW)]
+    documents = [mx.array([ids]) for ids in all_documents(compared)]
     plain = [float64(model(ids)[0]) for ids in documents]
     groups = found.spec.n_group
     for position, layer in enumerate(found.layers):
@@ -592,6 +604,24 @@ def test_the_sensitivity_is_that_of_the_whole_changed_model(
                 changed = [float64(model(ids)[0]) for ids in documents]
             kl = np.concatenate([divergence(*pair) for pair in zip(plain, changed, strict=True)])
             assert divergences[position] == pytest.approx(kl.mean(), rel=1e-4, abs=1e-6)
+
+
+def test_nothing_but_the_sensitivity_depends_on_its_tokens(checkpoints: dict[str, Path]) -> None:
+    path = checkpoints["kimi_k3"]
+    every, none = (
+        saliency_of(path, FEW, replace(MEASURED, **changes))
+        for changes in ({"sensitivity_tokens": MEASURED.probe_tokens}, {"sensitivity": False})
+    )
+    few = saliency_of(path, FEW, replace(MEASURED, sensitivity_tokens=12))
+    of = {"drop_kl", "low_kl", "kl_tokens"}
+    for one in (every, none):
+        for field in fields(Measurement):
+            pair = [getattr(s.measurement, field.name) for s in (few, one)]
+            assert np.array_equal(*pair) == (field.name not in of), field.name
+        assert np.array_equal(few.gate2_norm2, one.gate2_norm2)
+    assert every.measurement is not None and none.measurement is not None
+    assert every.measurement.kl_tokens.tolist() == [29]
+    assert none.measurement.kl_tokens.size == 0
 
 
 def test_the_restricted_router_is_that_of_a_model_without_the_other_experts(

@@ -182,6 +182,7 @@ def test_files_say_by_which_command_and_settings_they_were_made(
         "batch_tokens": 4096,
         "probe_tokens": 100,
         "sensitivity": True,
+        "sensitivity_tokens": None,
         "low_formats": ["2-bit g128", "3-bit g128"],
         "low_rounding": "weighted",
     }

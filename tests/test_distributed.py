@@ -164,6 +164,8 @@ CASES = {
     "no probes": {"tokens": 300, "sequence_length": 50, "batch_tokens": 100, "probe_tokens": 0},
     "no sensitivity": {"tokens": 300, "sequence_length": 50, "probe_tokens": 60}
     | {"sensitivity": False, "batch_tokens": 50},
+    "few compared": {"tokens": 300, "sequence_length": 50, "batch_tokens": 50, "probe_tokens": 80}
+    | {"sensitivity_tokens": 30},
     "feedback": {"tokens": 300, "sequence_length": 50, "batch_tokens": 100, "probe_tokens": 60}
     | {"low_rounding": "feedback"},
     "kimi_k3": {"tokens": 150, "sequence_length": 50, "batch_tokens": 50, "probe_tokens": 30}

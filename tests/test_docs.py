@@ -104,6 +104,7 @@ def test_defaults_of_calibrate_and_evaluate_are_those_of_their_settings() -> Non
         "batch_tokens",
         "probe_tokens",
         "sensitivity",
+        "sensitivity_tokens",
         "low_rounding",
     ):
         assert calibrate[name].default == getattr(made, name)

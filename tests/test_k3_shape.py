@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from reap.artifacts import Format
+from reap.calibrate import CalibrationSettings
+from reap.calibrate.probes import Probes, variant_passes
 from reap.data import embedded_model
 from reap.models.source import open_source
+from reap.models.text import TokenSequence
 
 HIDDEN, LATENT, LAYERS, EXPERTS, VOCABULARY = 7168, 3584, 93, 896, 163_840
 FULL_ATTENTION = sorted({*range(4, 93, 4), 92, 93})  # 1-based
 SIZES = {"BF16": 2, "F32": 4, "U8": 1}
+FORMATS = (Format(2, 128, "affine"), Format(3, 128, "affine"))
 Tensors = dict[str, tuple[str, list[int]]]
 
 # Moonshot's index, less the vision tower and projector (see the sums in the released checkpoint).
@@ -38,6 +43,14 @@ def test_real_shape_is_read_from_headers_alone(tmp_path: Path) -> None:
     # 69 KDA layers hold float32 [96, 128, 128] and 3 × 12288 × 3; 24 MLA layers 576 a token.
     assert spec.state_bytes_fixed == 69 * 4 * (96 * 128 * 128 + 3 * 12_288 * 3)
     assert spec.state_bytes_per_token == 24 * 4 * 576
+    # Two kinds of variants from each of layers 1 to 92 on, which are 93 to 2 passes with the head.
+    passes = 2 * sum(range(2, 94))
+    assert variant_passes(source, FORMATS) == passes
+    text = [TokenSequence(d, n, (1,) * 2048) for d in range(5) for n in range(13)]
+    probes = Probes.choose(text, CalibrationSettings(), source, FORMATS, 5)
+    assert len(probes.parts) == 5  # a sequence of each domain
+    affordable = LAYERS * (65 + 5) * 2048 // passes
+    assert [len(part.tokens) for part in probes.changed] == [affordable // 5] * 5 == [305] * 5
 
 
 def write_k3_shape(directory: Path) -> None:

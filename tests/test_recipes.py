@@ -122,6 +122,11 @@ def _names(settings: type) -> list[str]:
         ("tokens: 100", "tokens: 1e2", "calibration.tokens must be a whole number"),
         ("tokens: 100", "tokens: true", "calibration.tokens must be a whole number"),
         ("probe_tokens: 0", "probe_tokens: -1", "calibration.probe_tokens must be a whole number"),
+        (
+            "sensitivity: false",
+            "sensitivity_tokens: 0",
+            "calibration.sensitivity_tokens must be a whole number of at least 1, not 0.",
+        ),
         ("tokens: 50", "tokens: many", "evaluation.tokens must be a whole number"),
         ("sensitivity: false", "sensitivity: 0", "calibration.sensitivity must be true or false"),
         (

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from stops import Stopped, stop_at
 
 from reap.artifacts import Format
 from reap.calibrate import CalibrationSettings, calibrate
+from reap.calibrate.estimate import estimate
 from reap.errors import ReapError
 from reap.models.source import open_source
 from reap.models.text import TextSet, load_texts
@@ -125,14 +127,23 @@ def tensors(saliency: Any, at: Path) -> bytes:
 
 @pytest.mark.parametrize("memory", [0, 20_000, None])
 @pytest.mark.parametrize(
-    ("family", "rounding"), [("kimi_k3", "weighted"), ("qwen3_moe", "feedback")]
+    ("family", "rounding", "compared"),
+    [("kimi_k3", "weighted", 17), ("qwen3_moe", "feedback", None)],
 )
 def test_stopped_in_every_layer(
-    tmp_path: Path, checkpoint: Path, tiny_k3: Path, family: str, rounding: str, memory: int | None
+    tmp_path: Path,
+    checkpoint: Path,
+    tiny_k3: Path,
+    family: str,
+    rounding: str,
+    compared: int | None,
+    memory: int | None,
 ) -> None:
     model = tiny_k3 if family == "kimi_k3" else checkpoint
-    settings = CalibrationSettings(**(vars(SETTINGS) | {"low_rounding": rounding}))
-    whole = tensors(run(model, tmp_path / "w", settings), tmp_path / "f")
+    settings = replace(SETTINGS, low_rounding=rounding, sensitivity_tokens=compared)
+    found = run(model, tmp_path / "w", settings)
+    assert found.measurement.kl_tokens < found.measurement.tokens[0] or not compared
+    whole = tensors(found, tmp_path / "f")
     partial = tmp_path / "p"
     count = len(open_source(str(model)).layers)
     stops = [f"layer {n - 1} ({n} of {count})" for n in range(2, count + 1)]
@@ -164,6 +175,10 @@ CHANGED = {
         "the setting documents was '?split'? and is '?truncate'?",
     ),
     "sensitivity": ({"sensitivity": False}, "the setting sensitivity was True and is False"),
+    "sensitivity_tokens": (
+        {"sensitivity_tokens": 17},
+        "the setting sensitivity_tokens was None and is 17",
+    ),
     "low_rounding": (
         {"low_rounding": "plain"},
         "the setting low_rounding was '?weighted'? and is '?plain'?",
@@ -320,4 +335,28 @@ def test_a_dry_run_says_what_the_run_takes_and_writes_nothing(
     names = source.loaded_names()
     assert found["read_bytes"] == sum(source.checkpoint.tensors[n].nbytes for n in names)
     assert found["seconds"] > 0 and found["scratch_bytes"] > 600 * 128 * 4
+    assert 64 < found["sensitivity_tokens"] < found["probe_tokens"]
     assert not list(tmp_path.iterdir())
+
+
+def test_an_estimate_counts_the_variants_on_their_own_tokens(checkpoint: Path) -> None:
+    """4 layers, all with experts: two kinds of variants go through 4 + 3 + 2 + 1 of them and the
+    head each, and eight of them are kept beside the batch itself."""
+    texts = load_texts(["math"], split="calibration")
+    settings = CalibrationSettings(tokens=600, sequence_length=64, probe_tokens=100)
+    passes, states = 2 * (5 + 4 + 3 + 2), 8
+    per_token = []
+    for changes, carried, compared in (
+        ({"sensitivity_tokens": 100}, 600 + 128, 128),
+        ({}, 600 + 128 + 104, 4 * (600 + 128) // passes),
+        ({"sensitivity_tokens": 30}, 600 + 128 + 30, 30),
+        ({"sensitivity": False}, 600 + 128, 0),
+    ):
+        found = estimate(open_source(str(checkpoint)), texts, replace(settings, **changes))
+        assert (found.tokens, found.probe_tokens) == (600, 128)
+        assert found.sensitivity_tokens == compared
+        per_token.append(found.scratch_bytes / (carried + states * compared))
+        computing = found.seconds - found.read_bytes / found.read_rate - found.measuring_seconds
+        expected = found.seconds_per_token * (4 * carried + passes * compared)
+        assert computing == pytest.approx(expected)
+    assert per_token == pytest.approx([128 * 4] * 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -60,8 +60,9 @@ class Measurement:
 
     What such errors do to the model's answer, changing one layer alone: drop_kl float64 [L] is
     the mean KL(full ‖ changed) per token, in nats, when the layer keeps kl_kept (int64 [1], a grid
-    point) experts, low_kl float64 [L] when its experts are stored in formats[0]. Both are of
-    length 0 if they were not measured.
+    point) experts, low_kl float64 [L] when its experts are stored in formats[0]. kl_tokens int64
+    [1]: over how many tokens, of each domain the first that were measured. All are of length 0 if
+    not measured; kl_tokens also in files that do not say it, where it was all of `tokens`.
 
     low_rounding: how the experts were rounded to the formats (see Plan).
     """
@@ -77,6 +78,7 @@ class Measurement:
     kl_kept: Ints
     drop_kl: Floats
     low_kl: Floats
+    kl_tokens: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     low_rounding: str = "plain"
 
 
@@ -164,8 +166,8 @@ class Saliency:
         """The sums of two runs of one model; a domain that both have is added up.
 
         A measurement cannot be added (each run drops in its own order): the one on more tokens is
-        kept. Second moments are added, or taken from the run that has them. Raises ArtifactError
-        if the runs are not of the same model.
+        kept, of two on equally many that whose KL is on more. Second moments are added, or taken
+        from the run that has them. Raises ArtifactError if the runs are not of the same model.
         """
         for name in ("model_sha256", "num_experts", "top_k"):
             mine, theirs = getattr(self.spec, name), getattr(other.spec, name)
@@ -199,7 +201,7 @@ class Saliency:
             domains=domains,
             measurement=max(
                 measured,
-                key=lambda m: (m.tokens.sum(), m.drop_error.tobytes()),
+                key=lambda m: (m.tokens.sum(), m.kl_tokens.sum(), m.drop_error.tobytes()),
                 default=None,
             ),
             moments=moments,
@@ -211,9 +213,9 @@ class Saliency:
         arrays = {name: getattr(self, name) for name in ("count", "tokens", *_SUMS)}
         extra: dict[str, object] = {}
         if self.measurement is not None:
-            for field in fields(Measurement):
-                if field.name not in _NOT_ARRAYS:
-                    arrays[f"measurement.{field.name}"] = getattr(self.measurement, field.name)
+            for name in (field.name for field in fields(Measurement)):
+                if name not in _NOT_ARRAYS:
+                    arrays[f"measurement.{name}"] = getattr(self.measurement, name)
             extra["measured_formats"] = [vars(f) for f in self.measurement.formats]
             extra["measured_rounding"] = self.measurement.low_rounding
         if self.moments is not None:

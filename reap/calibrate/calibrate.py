@@ -23,6 +23,7 @@ from reap.calibrate.measure import (
 )
 from reap.calibrate.moments import LayerMoments, stacked
 from reap.calibrate.observe import SUMS, LayerSums, first_array
+from reap.calibrate.probes import Probes, variants
 from reap.calibrate.resume import PartialRun, check_alike, fingerprint, packed, unpacked
 from reap.errors import ReapError
 from reap.models.divergence import kl_divergence, log_probabilities
@@ -38,7 +39,6 @@ from reap.models.text import (
     Cut,
     Text,
     TextSet,
-    TokenSequence,
     batches,
     check_length,
     corpora,
@@ -55,7 +55,9 @@ class CalibrationSettings:
     the low-bit errors and the layers' sensitivity are measured on (0: not at all); `low_formats`:
     the formats to measure, `low_rounding` how experts get into them, as in a plan ("feedback" makes
     the saliency file larger by a covariance per layer and kind of input); `sensitivity`: whether to
-    measure KL with one layer changed at a time."""
+    measure KL with one layer changed at a time, on `sensitivity_tokens` of the probes (as many as
+    `probe_tokens`: all; None: as many as are no more work than taking all tokens through the
+    layers once, at least 64 of each domain)."""
 
     tokens: int | None = None
     sequence_length: int = 512
@@ -63,6 +65,7 @@ class CalibrationSettings:
     batch_tokens: int = 4096
     probe_tokens: int = 2048
     sensitivity: bool = True
+    sensitivity_tokens: int | None = None
     low_formats: tuple[Format, ...] = (Format(2, 128, "affine"), Format(3, 128, "affine"))
     low_rounding: str = "weighted"
 
@@ -70,6 +73,28 @@ class CalibrationSettings:
         if self.low_rounding not in ROUNDINGS:
             raise ReapError(
                 f"unknown low_rounding {self.low_rounding!r}.", f"one of {', '.join(ROUNDINGS)}"
+            )
+        self._check_sensitivity()
+
+    def _check_sensitivity(self) -> None:
+        tokens = self.sensitivity_tokens
+        if tokens is None:
+            return
+        if tokens < 1:
+            raise ReapError(
+                f"the sensitivity cannot be measured on {tokens:,} tokens.",
+                "--no-sensitivity leaves it out",
+            )
+        if not self.sensitivity:
+            raise ReapError(
+                f"sensitivity_tokens is {tokens:,}, but no sensitivity is to be measured.",
+                "leave out the one or the other",
+            )
+        if tokens > self.probe_tokens:
+            raise ReapError(
+                f"sensitivity_tokens is {tokens:,}, more than the {self.probe_tokens:,} "
+                "probe_tokens that they are taken from.",
+                "raise the latter or lower the former",
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -113,10 +138,7 @@ def calibrate(
     tokens_per_batch = min(settings.batch_tokens, source.tokens_per_call)
     made = batches(parts, tokens_per_batch=tokens_per_batch)
     formats = _usable(settings.low_formats, spec)
-    probes = batches(
-        _probe_parts(parts, settings.probe_tokens, len(texts)),
-        tokens_per_batch=tokens_per_batch,
-    )
+    probes = Probes.choose(parts, settings, source, formats, len(texts))
     known = fingerprint(source, read, parts, settings.to_json())
     check_alike(source, known, ranks)
     kept = None
@@ -124,7 +146,10 @@ def calibrate(
         kept = PartialRun(partial, memory=memory, ranks=ranks)
         kept.begin(known, command, resume=resume)
         command = kept.command
-    run = _Run(source, spec, made, probes, read, settings, formats, progress, kept, ranks)
+    measured, changed = probes.batches(tokens_per_batch)
+    run = _Run(
+        source, spec, made, measured, changed, read, settings, formats, progress, kept, ranks
+    )
     try:
         sums = run.layers()
     finally:
@@ -168,23 +193,11 @@ def _usable(formats: Sequence[Format], spec: ModelSpec) -> tuple[Format, ...]:
     return tuple(dict.fromkeys(usable))
 
 
-def _probe_parts(parts: Sequence[TokenSequence], tokens: int, domains: int) -> list[TokenSequence]:
-    """Sequences to measure on: about an equal share of `tokens` from each domain."""
-    chosen: list[TokenSequence] = []
-    for domain in range(domains):
-        left = tokens / domains
-        for part in (p for p in parts if p.domain == domain):
-            if left <= 0:
-                break
-            chosen.append(part)
-            left -= len(part.tokens)
-    return chosen
-
-
 class _Run:
-    """One pass over the layers: `batches` are observed, `probes` are measured on.
+    """One pass over the layers: `batches` are observed, `probes` are measured on, and those in
+    `changed`, which may be the probes, go through one layer changed at a time, too.
 
-    Each rank takes its share of either.
+    Each rank takes its share of all.
     """
 
     def __init__(
@@ -193,6 +206,7 @@ class _Run:
         spec: ModelSpec,
         made: list[Batch],
         probes: list[Batch],
+        changed: list[Batch],
         texts: Sequence[TextSet],
         settings: CalibrationSettings,
         formats: tuple[Format, ...],
@@ -205,6 +219,11 @@ class _Run:
         self.ranks = ranks or Ranks()
         self.batches = _own(made, self.ranks)
         self.probes = _own(probes, self.ranks)
+        own = self.probes if changed is probes else _own(changed, self.ranks)
+        others = [] if changed is probes else own
+        self.everything = [*self.batches, *self.probes, *others]
+        last = len(self.everything)
+        self.forked = frozenset(range(last - len(own), last))
         self.measures = bool(probes)
         self.domains = len(texts)
         self.formats = formats
@@ -213,10 +232,10 @@ class _Run:
         self.kl_kept = int(self.grid[np.argmin(abs(self.grid - spec.num_experts / 2))])
         self.low_rounding = settings.low_rounding
         self.moments: list[SecondMoments] = []
-        self.sensitivity = settings.sensitivity and bool(probes)
+        self.sensitivity = bool(changed)
         self.measured: list[LayerMeasurement] = []
-        # No low variant if no format divides the experts' columns.
-        self.variants = ("drop", "low") if formats else ("drop",)
+        self.variants = variants(formats)
+        self.kl_tokens = 0
         self.kl: dict[tuple[int, str], float] = {}
 
     def layers(self) -> list[LayerSums]:
@@ -224,9 +243,9 @@ class _Run:
         source = self.source
         source.load_trunk()
         start, sums = self._taken_up()
-        everything = [*self.batches, *self.probes]
+        everything, forked = self.everything, self.forked
         first_probe = len(self.batches)
-        forked = frozenset(range(first_probe, len(everything)) if self.sensitivity else ())
+        after_probes = first_probe + len(self.probes)
         work = sum(int(batch.lengths.sum()) for batch in everything)
         count = len(source.layers)
         with LayerStream(
@@ -248,7 +267,7 @@ class _Run:
                         (index * work + done) // count,
                         work,
                     )
-                    if layer is None:
+                    if layer is None or position >= after_probes:
                         stream.step(position)
                     elif position < first_probe:
                         layer.observe(stream, position)
@@ -265,11 +284,12 @@ class _Run:
                     if layer.inputs:
                         doing = f"measuring layer {index} ({index + 1} of {count})"
                         self.progress(doing, passed, work)
-                    layer.measure(stream, forked)
+                    layer.measure()
+                    layer.fork(stream, forked)
                 source.release_layer(index)
                 self._keep(index, layer)
             self.progress("comparing", work, work)
-            self._compare(stream, forked)
+            self._compare(stream)
         return sums
 
     def _taken_up(self) -> tuple[int, list[LayerSums]]:
@@ -296,14 +316,14 @@ class _Run:
             results = packed(layer.sums, *measured) | self.moments[-1].to_arrays()
         self.kept.layer_done(index, results)
 
-    def _compare(self, stream: LayerStream, forked: frozenset[int]) -> None:
-        """Mean KL per token of every variant, over all probes."""
+    def _compare(self, stream: LayerStream) -> None:
+        """Mean KL per token of every variant, over all batches that have any."""
         if not self.sensitivity:
             return
         keys = [(index, kind) for index in self.source.moe_layers for kind in self.variants]
         tokens, sums = 0, np.zeros(len(keys))
-        for position in sorted(forked):
-            batch = self.probes[position - len(self.batches)]
+        for position in sorted(self.forked):
+            batch = self.everything[position]
             mask = mx.array(batch.mask)
             tokens += int(batch.lengths.sum())
             exact = log_probabilities(stream.finish(position))
@@ -312,7 +332,8 @@ class _Run:
                 divergence: Any = mx.where(mask, kl_divergence(exact, changed), 0).sum().item()
                 sums[which] += float(divergence)
         total = self.ranks.total({"tokens": np.array(tokens), "sums": sums})
-        self.kl = dict(zip(keys, total["sums"] / total["tokens"]))
+        self.kl_tokens = int(total["tokens"])
+        self.kl = dict(zip(keys, total["sums"] / self.kl_tokens))
 
     def measurement(self) -> Measurement | None:
         """What was measured, stacked over layers; None if nothing was."""
@@ -333,6 +354,7 @@ class _Run:
             kl_kept=np.array([self.kl_kept], np.int64),
             drop_kl=np.array([self.kl[index, "drop"] for index in layers]),
             low_kl=np.array([self.kl[index, "low"] for index in layers if self.formats]),
+            kl_tokens=np.array([self.kl_tokens] if layers else [], np.int64),
         )
 
 
@@ -406,8 +428,8 @@ class _Layer:
             self._low_banks[format] = requantized_experts(experts, format, chosen)
         return self._low_banks[format]
 
-    def measure(self, stream: LayerStream, forked: frozenset[int]) -> None:
-        """Measure this layer on the probes, and start its two variants."""
+    def measure(self) -> None:
+        """Measure this layer on the probes."""
         run = self.run
         if not run.measures:
             return
@@ -421,10 +443,14 @@ class _Layer:
             low_bank=self.low_bank,
         ).total(run.ranks)
         run.measured.append(measured)
+
+    def fork(self, stream: LayerStream, forked: frozenset[int]) -> None:
+        """Start the variants of this layer, which has been measured."""
+        run = self.run
         if not forked:
             return
         n_group, _ = run.source.groups()
-        kept = keep_best(measured.order, run.kl_kept, n_group)
+        kept = keep_best(run.measured[-1].order, run.kl_kept, n_group)
         experts = run.source.experts(self.index)
         low = self.low_bank(run.formats[0]) if run.formats else None
         for position in sorted(forked):

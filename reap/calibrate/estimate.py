@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
-from reap.calibrate.calibrate import CalibrationSettings, _Layer, _probe_parts, _Run, _usable
+from reap.calibrate.calibrate import CalibrationSettings, _Layer, _Run, _usable
 from reap.calibrate.observe import first_array
+from reap.calibrate.probes import Probes, variant_passes
 from reap.models.families import text_config
 from reap.models.ranks import share
 from reap.models.source import SourceModel
@@ -33,20 +34,23 @@ _PROCESS = 400_000_000  # interpreter and libraries
 class Estimate:
     """Bytes and seconds of a whole run; of several `ranks`, of the one that has most to do.
 
-    `all_tokens` and `all_probe_tokens` are those of all ranks together. `scratch_bytes`: states
-    between layers, all on disk; `seconds_per_token` of one layer, `read_rate` in bytes per second
-    (high if the files lie in the system's cache)."""
+    `all_…` are those of all ranks together. `scratch_bytes`: states between layers, all on disk;
+    `measuring_seconds`: those of `seconds` that drops and low bits take; `seconds_per_token` of one
+    layer, `read_rate` in bytes per second (high if the files lie in the system's cache)."""
 
     ranks: int
     layers: int
     all_tokens: int
     all_probe_tokens: int
+    all_sensitivity_tokens: int
     tokens: int
     probe_tokens: int
+    sensitivity_tokens: int
     read_bytes: int
     peak_bytes: int
     scratch_bytes: int
     seconds: float
+    measuring_seconds: float
     seconds_per_token: float
     read_rate: float
 
@@ -76,11 +80,12 @@ def estimate(
         vocab_size=source.vocabulary,
     )
     formats = _usable(settings.low_formats, spec)
-    probes = _probe_parts(parts, settings.probe_tokens, len(texts))
+    probes = Probes.choose(parts, settings, source, formats, len(texts))
     longest = max(parts, key=lambda part: len(part.tokens))
     few = replace(longest, tokens=longest.tokens[:_TOKENS])
     made = batches([few], tokens_per_batch=_TOKENS)
-    run = _Run(source, spec, made, made if probes else [], used, settings, formats, silent)
+    measured, changed = (made if some else [] for some in (probes.parts, probes.changed))
+    run = _Run(source, spec, made, measured, changed, used, settings, formats, silent)
     size = len(few.tokens)
     index = source.moe_layers[0]
 
@@ -111,11 +116,12 @@ def estimate(
             start = time.perf_counter()
             layer.observe(stream, 0)
             seconds.append(time.perf_counter() - start)
-            if probes and len(seconds) == 2:
+            if measured and len(seconds) == 2:
                 layer.probe(stream, 1, made[0])
                 start = time.perf_counter()
-                layer.measure(stream, forked)
+                layer.measure()
                 measuring = time.perf_counter() - start
+                layer.fork(stream, forked)
     source.release_layer(index)
     peak = mx.get_peak_memory()
 
@@ -123,35 +129,33 @@ def estimate(
     read = sum(source.checkpoint.tensors[name].nbytes for name in names)
     rate = source.layer_bytes(index) / loading
     per_token = min(seconds) / size
-    tokens, probed = (
-        _largest_share(
-            batches(some, tokens_per_batch=min(settings.batch_tokens, source.tokens_per_call)),
-            ranks,
-        )
-        for some in (parts, probes)
-    )
+    per_batch = min(settings.batch_tokens, source.tokens_per_call)
+    tokens = _largest_share(batches(parts, tokens_per_batch=per_batch), ranks)
+    probed, compared = (_largest_share(some, ranks) for some in probes.batches(per_batch))
+    # The probes carry the variants if they are all of them; else others go through the layers, too.
+    carried = tokens + probed + (0 if probes.changed is probes.parts else compared)
     layers, experts = len(source.layers), len(source.moe_layers)
-    kinds = len(run.variants) if run.sensitivity else 0
-    # A variant of layer i goes through all layers after it.
-    steps = kinds * sum(layers - 1 - i for i in source.moe_layers)
-    total = read / rate + per_token * (layers * (tokens + probed) + steps * probed)
-    total += experts * measuring * max(1.0, probed / size) if probes else 0.0
+    passes = layers * carried + variant_passes(source, formats) * compared
+    measuring *= experts * max(1.0, probed / size)
     blocks = text_config(source.config).get("attn_res_block_size")
     state = hidden + more * (-(-layers // blocks) if blocks else 1)
-    scratch = round(state * (tokens + probed * (1 + kinds * experts)))
+    scratch = round(state * (carried + compared * len(run.variants) * experts))
     largest = max(source.layer_bytes(i) for i in range(layers))
     held = scratch if memory is None else min(memory, scratch)
     return Estimate(
         ranks=ranks,
         layers=layers,
         all_tokens=sum(len(part.tokens) for part in parts),
-        all_probe_tokens=sum(len(part.tokens) for part in probes),
+        all_probe_tokens=sum(len(part.tokens) for part in probes.parts),
+        all_sensitivity_tokens=sum(len(part.tokens) for part in probes.changed),
         tokens=tokens,
         probe_tokens=probed,
+        sensitivity_tokens=compared,
         read_bytes=read,
         peak_bytes=round(peak * max(1.0, largest / source.layer_bytes(index))) + held + _PROCESS,
         scratch_bytes=scratch,
-        seconds=total,
+        seconds=read / rate + per_token * passes + measuring,
+        measuring_seconds=measuring,
         seconds_per_token=per_token,
         read_rate=rate,
     )

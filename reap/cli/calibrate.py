@@ -52,6 +52,15 @@ def calibrate(
     sensitivity: Annotated[
         bool, typer.Option(help="Measure the KL divergence with one layer changed at a time.")
     ] = True,
+    sensitivity_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Of the probes, how many that is measured on; default: all, or as many as at "
+            "most double the work.",
+            show_default=False,
+        ),
+    ] = None,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -92,6 +101,7 @@ def calibrate(
             low_formats=tuple(map(stages.parse_format, low or ())),
             low_rounding=low_rounding,
             sensitivity=sensitivity,
+            sensitivity_tokens=sensitivity_tokens,
         )
         texts = calibration or ()
         if dry_run and ranks.rank == 0:
@@ -124,7 +134,7 @@ def _print_estimate(found: Estimate, *, json: bool) -> None:
         print_json(asdict(found))
     say(
         f"{found.layers} layers, {found.all_tokens:,} tokens and {found.all_probe_tokens:,} to "
-        "measure on"
+        f"measure on, sensitivity on {found.all_sensitivity_tokens:,}"
     )
     if found.ranks > 1:
         say(

@@ -229,7 +229,7 @@ def _changed(made: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """Which settings a file was made with that are not the recipe's."""
     if not made:
         return "it does not say with which settings it was made"
-    different = [name for name in wanted if name not in made or made[name] != wanted[name]]
+    different = [name for name in wanted if made.get(name) != wanted[name]]
     return ", ".join(
         f"{name} is {made.get(name)}, the recipe says {wanted[name]}" for name in different
     )
