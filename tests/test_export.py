@@ -968,11 +968,12 @@ def test_what_is_not_written_as_it_was_read_is_noticed(
         if tensor.dtype == "U32"
     )
 
-    def faulty(file: Any, buffer: Any) -> None:
-        if len(buffer) == largest:  # the codes of a layer's experts
-            buffer = bytearray(buffer)
-            buffer[0] ^= 1
-        real(file, buffer)
+    def faulty(file: Any, buffers: Any) -> None:
+        made = [bytearray(buffer) for buffer in buffers]
+        for buffer in made:
+            if len(buffer) == largest:  # the codes of a layer's experts
+                buffer[0] ^= 1
+        real(file, made)
 
     monkeypatch.setattr(writing, "_write", faulty)
     with pytest.raises(CheckpointError, match=r"expert \d+ in .* differs from the source"):

@@ -321,10 +321,11 @@ def _write_shards(
     """Write the shards that are not done."""
     by_name = {piece.name: piece for piece in pieces}
 
-    def data(names: Iterable[str]) -> Iterator[bytes]:
+    def data(names: Iterable[str]) -> Iterator[list[bytes]]:
         for name in names:
             info = checkpoint.tensors[by_name[name].source]
-            yield from _chunks(checkpoint.path / info.file, by_name[name].ranges(info))
+            for chunk in _chunks(checkpoint.path / info.file, by_name[name].ranges(info)):
+                yield [chunk]
 
     with Writer(partial) as writer:
         for number, shard in enumerate(shards):

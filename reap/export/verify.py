@@ -13,7 +13,7 @@ from mlx_lm.utils import load_model
 from reap.artifacts import Format, ModelSpec, Plan, Saliency
 from reap.errors import CheckpointError, ReapError
 from reap.export.samples import Samples, check_same
-from reap.export.writer import check_finite
+from reap.export.writer import buffers_kept, check_finite
 from reap.models.checkpoint import Checkpoint, TensorInfo, open_checkpoint
 from reap.models.source import SourceModel
 from reap.models.stream import LayerStream
@@ -134,7 +134,9 @@ def check_forward(written: SourceModel, progress: Progress = silent, tokens: int
     count = len(written.layers)
     ids = np.linspace(0, written.vocabulary - 1, tokens).astype(np.int32)
     written.load_trunk()
-    with LayerStream(written.model, written.layers, [mx.array(ids)[None]]) as stream:
+    largest = max(written.layer_bytes(index) for index in range(count))
+    stream = LayerStream(written.model, written.layers, [mx.array(ids)[None]])
+    with buffers_kept(largest), stream:
         for index, layer in enumerate(written.layers):
             progress(f"running layer {index}", count + index, 2 * count)
             written.load_layer(index)

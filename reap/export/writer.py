@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from reap.progress import Progress
 
 SHARD_BYTES = 5 * 10**9
 
+_WAITING = 2**26  # bytes
 _WRITE = 2**20  # bytes at a time: no write of gigabytes in one call
 _BLOCK = 2**18  # elements whose temporaries stay in a processor's cache
 
@@ -99,7 +101,7 @@ def write_shards(
     left = [shard for shard in files if shard.name not in partial.done]
     # Memory that one module leaves is the next one's, which spares the system the clearing of it.
     layers = (_nbytes(found) for part, found in content.foreseen.items() if part is not None)
-    with buffers_kept(max(layers, default=0)), Writer(partial) as writer:
+    with buffers_kept(max(layers, default=0) + _WAITING), Writer(partial) as writer:
         for shard in left:
             writer.write(shard.name, shard.tensors, _buffers(content, shard, progress), "mlx")
 
@@ -115,8 +117,8 @@ def buffers_kept(nbytes: int) -> Iterator[None]:
         mx.clear_cache()
 
 
-def _buffers(content: Content, shard: Shard, progress: Progress) -> Iterator[np.ndarray]:
-    """The bytes of a shard's tensors in their order; at most one module's are in memory."""
+def _buffers(content: Content, shard: Shard, progress: Progress) -> Iterator[list[np.ndarray]]:
+    """The bytes of a shard's tensors in their order, one module after the other."""
     total = len(content.parts)
     for part, tensors in shard.parts.items():
         what = "the rest"
@@ -127,66 +129,82 @@ def _buffers(content: Content, shard: Shard, progress: Progress) -> Iterator[np.
         for arrays in content.modules(part, tensors):
             check_finite(arrays)
             made = {name: arrays.pop(name) for name in list(arrays) if name in tensors}
-            for (name, array), values in zip(made.items(), raw(made).values()):
+            for name, array in made.items():
                 if (name, tensor_of(array)) != next(awaited, None):
                     raise CheckpointError(
                         f"{name} of shape {array.shape} is not what was foreseen in {shard.name}.",
                         "this is a bug in reap",
                     )
-                yield values.view(np.uint8)
+            yield [values.view(np.uint8) for values in raw(made).values()]
 
 
 class Writer:
     """Writes files of tensors; each counts as done once it is on the disk.
 
-    While the next bytes are made, those before are hashed and written by threads of their own, and
-    the last file gets to the disk.
+    While bytes are hashed and written, by threads of their own, the next ones are made; and while a
+    file gets to the disk the next one is written. What waits is the largest module, or _WAITING.
     """
 
     def __init__(self, partial: PartialExport) -> None:
         self._partial = partial
-        self._hashing, self._writing, self._syncing = (ThreadPoolExecutor(1) for _ in range(3))
-        self._done: list[tuple[str, str, Future[None]]] = []
+        self._hashing, self._writing, self._ending = (ThreadPoolExecutor(1) for _ in range(3))
+        self._pending: deque[tuple[int, list[Future[None]]]] = deque()
+        self._largest = 0
+        self._files: list[tuple[str, Future[str]]] = []
 
     def __enter__(self) -> Writer:
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._commit()
+            while self._files:
+                self._commit()
         finally:
-            for threads in (self._hashing, self._writing, self._syncing):
+            for threads in (self._hashing, self._writing, self._ending):
                 threads.shutdown()
 
     def write(
-        self, name: str, tensors: Mapping[str, Tensor], data: Iterable[Any], kind: str
+        self, name: str, tensors: Mapping[str, Tensor], data: Iterable[Sequence[Any]], kind: str
     ) -> None:
-        """Write a safetensors file: `data` are the bytes of `tensors` in their order, as buffers
-        of bytes.
-
-        Raises OSError.
-        """
+        """Write a safetensors file: `data` are the bytes of `tensors` in their order, in buffers
+        some of which come together. Raises OSError."""
         digest, path = hashlib.sha256(), self._partial.checkpoint / name
-        with open(path, "wb", buffering=0) as file:
-            before: list[Future[None]] = []
-            try:
-                for buffer in chain((_header(tensors, kind),), data):
-                    _results(before)
-                    before = [
-                        self._hashing.submit(digest.update, buffer),
-                        self._writing.submit(_write, file, buffer),
-                    ]
-                _results(before)
-            finally:
-                wait(before)
-        self._commit()
-        self._done.append((name, digest.hexdigest(), self._syncing.submit(sync, path)))
+        file = open(path, "wb", buffering=0)  # noqa: SIM115
+        try:
+            for buffers in chain([[_header(tensors, kind)]], data):
+                self._make_room(sum(len(buffer) for buffer in buffers))
+                jobs = [
+                    self._hashing.submit(_hash, digest, buffers),
+                    self._writing.submit(_write, file, buffers),
+                ]
+                self._pending.append((sum(len(buffer) for buffer in buffers), jobs))
+        except BaseException:
+            wait(job for _, jobs in self._pending for job in jobs)
+            file.close()
+            raise
+        jobs = [job for _, jobs in self._pending for job in jobs]
+        self._files.append((name, self._ending.submit(_end, jobs, file, path, digest)))
+        if len(self._files) > 1:
+            self._commit()
+
+    def _make_room(self, nbytes: int) -> None:
+        self._largest = max(self._largest, nbytes)
+        most = self._largest + _WAITING
+        while self._pending and sum(size for size, _ in self._pending) + nbytes > most:
+            _results(self._pending.popleft()[1])
 
     def _commit(self) -> None:
-        while self._done:
-            name, digest, synced = self._done.pop()
-            synced.result()
-            self._partial.shard_done(name, digest)
+        name, digest = self._files.pop(0)
+        self._partial.shard_done(name, digest.result())
+
+
+def _end(last: Sequence[Future[None]], file: BinaryIO, path: Path, digest: Any) -> str:
+    """Have a file on the disk, after its last bytes; its sha256."""
+    with file:
+        wait(last)
+        _results(last)
+    sync(path)
+    return str(digest.hexdigest())
 
 
 def _results(futures: Iterable[Future[None]]) -> None:
@@ -210,10 +228,16 @@ def _header(tensors: Mapping[str, Tensor], kind: str) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _write(file: BinaryIO, buffer: Any) -> None:
-    view = memoryview(buffer)
-    while view:
-        view = view[file.write(view[:_WRITE]) :]
+def _hash(digest: Any, buffers: Sequence[Any]) -> None:
+    for buffer in buffers:
+        digest.update(buffer)
+
+
+def _write(file: BinaryIO, buffers: Sequence[Any]) -> None:
+    for buffer in buffers:
+        view = memoryview(buffer)
+        while view:
+            view = view[file.write(view[:_WRITE]) :]
 
 
 def raw(arrays: Mapping[str, mx.array]) -> dict[str, np.ndarray]:
