@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from reap.artifacts import Format, LayerPlan, ModelSpec, Plan, Projection
 from reap.export.low_bank import LowBank
-from reap.models.checkpoint import dtype_name
+from reap.models.checkpoint import Range, dtype_name
 from reap.models.quantize import quantized, stored_as
 from reap.models.source import SourceModel, Stacked
 
@@ -28,6 +28,21 @@ class Tensor:
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A tensor whose bytes are the source's, those of one range after the other."""
+
+    ranges: list[Range]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size for _, _, size in self.ranges)
+
+
+Module = Mapping[str, mx.array] | Mapping[str, Copied]
+"""The tensors of a module by name, all made or all copied."""
 
 
 class Content:
@@ -65,7 +80,7 @@ class Content:
                 found |= {f"{path}.{leaf}": tensor_of(a, len(ids)) for leaf, a in arrays.items()}
         return found
 
-    def modules(self, part: Part, wanted: Iterable[str]) -> Iterator[dict[str, mx.array]]:
+    def modules(self, part: Part, wanted: Iterable[str]) -> Iterator[Module]:
         """The tensors of a part, lazily, one module after the other: those with a wanted one."""
         paths = {name.rpartition(".")[0] for name in wanted}
         for arrays in self._others(part):
@@ -80,10 +95,14 @@ class Content:
             experts = self._experts(part, ids)
             for path, projection in found.items():
                 arrays = experts.pop(projection.name)
-                if path in paths:
-                    if self._formats[path] != projection.format:
-                        arrays = self._rounded(arrays, part, path, projection, ids)
-                    yield {f"{path}.{leaf}": array for leaf, array in arrays.items()}
+                if path not in paths:
+                    continue
+                if self._formats[path] != projection.format:
+                    arrays = self._rounded(arrays, part, path, projection, ids)
+                elif copied := self.source.expert_bytes(part, projection.name, ids):
+                    yield {f"{path}.{leaf}": Copied(copied[leaf]) for leaf in arrays}
+                    continue
+                yield {f"{path}.{leaf}": array for leaf, array in arrays.items()}
 
     def read_bytes(self) -> int:
         """Bytes that are read of the source: all that is written, and what is stacked with it."""

@@ -39,12 +39,18 @@ from reap.export.export import (
 from reap.export.partial import PartialExport, fingerprint, partial_export
 from reap.export.verify import check_forward
 from reap.export.writer import SHARD_BYTES, Shard, Writer
-from reap.models.checkpoint import ORIGIN, Checkpoint, TensorInfo, open_checkpoint
+from reap.models.checkpoint import (
+    ORIGIN,
+    Checkpoint,
+    Range,
+    TensorInfo,
+    open_checkpoint,
+    read_ranges,
+)
 from reap.models.formats import SCALE_SUFFIX
 from reap.models.source import SourceModel
 from reap.progress import Progress, silent
 
-_CHUNK = 16 * 2**20
 _WAY_OUT = "plan with --layout stock --low none, which keeps as many experts in every layer"
 
 
@@ -59,15 +65,15 @@ class Piece:
     def shape(self, info: TensorInfo) -> tuple[int, ...]:
         return info.shape if self.rows is None else (len(self.rows), *info.shape[1:])
 
-    def ranges(self, info: TensorInfo) -> list[tuple[int, int]]:
-        """(offset, bytes) in the source's file."""
+    def ranges(self, checkpoint: Checkpoint) -> list[Range]:
+        """In the source's file."""
         if self.rows is None:
-            return [(info.offset, info.nbytes)]
-        size = info.nbytes // info.shape[0]
-        return [(info.offset + row * size, size) for row in self.rows]
+            return checkpoint.ranges([self.source])
+        return checkpoint.row_ranges(self.source, self.rows)
 
-    def tensor(self, info: TensorInfo) -> Tensor:
-        nbytes = sum(size for _, size in self.ranges(info))
+    def tensor(self, checkpoint: Checkpoint) -> Tensor:
+        info = checkpoint.tensors[self.source]
+        nbytes = sum(size for _, _, size in self.ranges(checkpoint))
         return Tensor(info.dtype, self.shape(info), nbytes)
 
 
@@ -90,7 +96,7 @@ def _outline(source: SourceModel, pieces: Sequence[Piece]) -> Outline:
     files: list[dict[str, Tensor]] = [{}]
     room = SHARD_BYTES
     for piece in pieces:
-        tensor = piece.tensor(source.checkpoint.tensors[piece.source])
+        tensor = piece.tensor(source.checkpoint)
         if files[-1] and tensor.nbytes > room:
             files.append({})
             room = SHARD_BYTES
@@ -323,23 +329,13 @@ def _write_shards(
 
     def data(names: Iterable[str]) -> Iterator[list[bytes]]:
         for name in names:
-            info = checkpoint.tensors[by_name[name].source]
-            for chunk in _chunks(checkpoint.path / info.file, by_name[name].ranges(info)):
-                yield [chunk]
+            yield from ([chunk] for chunk in read_ranges(by_name[name].ranges(checkpoint)))
 
     with Writer(partial) as writer:
         for number, shard in enumerate(shards):
             progress(f"writing shard {number + 1} of {len(shards)}", number, len(shards))
             if shard.name not in partial.done:
                 writer.write(shard.name, shard.tensors, data(shard.tensors), "pt")
-
-
-def _chunks(path: Path, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-    with open(path, "rb") as stream:
-        for offset, size in ranges:
-            stream.seek(offset)
-            for start in range(0, size, _CHUNK):
-                yield stream.read(min(_CHUNK, size - start))
 
 
 # Checks after the writing
@@ -357,8 +353,8 @@ def _verify(directory: Path, source: SourceModel, plan: Plan, pieces: Sequence[P
     for piece in pieces:
         info, original = checkpoint.tensors[piece.name], source.checkpoint.tensors[piece.source]
         same = info.dtype == original.dtype and info.shape == piece.shape(original)
-        ours = _chunks(checkpoint.path / info.file, [(info.offset, info.nbytes)])
-        theirs = _chunks(source.checkpoint.path / original.file, piece.ranges(original))
+        ours = read_ranges(checkpoint.ranges([piece.name]))
+        theirs = read_ranges(piece.ranges(source.checkpoint))
         if not same or not _same_bytes(ours, theirs):
             raise CheckpointError(f"{piece.name} differs from the source's {piece.source}.")
     written = SourceModel(checkpoint)

@@ -16,7 +16,7 @@ from mlx_lm.models.switch_layers import SwitchLinear
 from reap.artifacts import Format, ModelSpec, Plan, Saliency
 from reap.errors import CheckpointError
 from reap.export.content import banks
-from reap.export.writer import check_finite
+from reap.export.finite import check_finite
 from reap.models.quantize import dequantized
 from reap.models.source import SourceModel, Stacked
 

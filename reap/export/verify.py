@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from contextlib import nullcontext
 from pathlib import Path
 
 import mlx.core as mx
@@ -12,10 +13,10 @@ from mlx_lm.utils import load_model
 
 from reap.artifacts import Format, ModelSpec, Plan, Saliency
 from reap.errors import CheckpointError, ReapError
+from reap.export.finite import check_finite
 from reap.export.samples import Samples, check_same
-from reap.export.writer import buffers_kept, check_finite
 from reap.models.checkpoint import Checkpoint, TensorInfo, open_checkpoint
-from reap.models.source import SourceModel
+from reap.models.source import SourceModel, Stacked
 from reap.models.stream import LayerStream
 from reap.progress import Progress, silent
 
@@ -130,20 +131,27 @@ def _check_tensors(
 
 
 def check_forward(written: SourceModel, progress: Progress = silent, tokens: int = 2) -> None:
-    """Every layer as mlx-lm runs it, on a few tokens."""
+    """Every layer as mlx-lm runs it, on a few tokens; of the experts, those that they choose."""
     count = len(written.layers)
     ids = np.linspace(0, written.vocabulary - 1, tokens).astype(np.int32)
     written.load_trunk()
-    largest = max(written.layer_bytes(index) for index in range(count))
-    stream = LayerStream(written.model, written.layers, [mx.array(ids)[None]])
-    with buffers_kept(largest), stream:
+    with LayerStream(written.model, written.layers, [mx.array(ids)[None]]) as stream:
         for index, layer in enumerate(written.layers):
             progress(f"running layer {index}", count + index, 2 * count)
-            written.load_layer(index)
-            arrays = dict(tree_flatten(layer.parameters()))
-            check_finite(arrays, f"{written.layer_prefix(index)}.")
+            prefix = written.layer_prefix(index)
+            written.load_layer(index, experts=False)
+            experts = f"{written.family.experts}."
+            arrays = tree_flatten(layer.parameters())
+            check_finite({n: a for n, a in arrays if not n.startswith(experts)}, f"{prefix}.")
             del arrays
-            stream.step(0)
+
+            def check(found: Stacked, prefix: str = f"{prefix}.{experts}") -> None:
+                for name, leaves in found.items():
+                    check_finite({f"{name}.{leaf}": a for leaf, a in leaves.items()}, prefix)
+
+            moe = index in written.moe_layers
+            with written.reading_experts(index, check) if moe else nullcontext():
+                stream.step(0)
             written.release_layer(index)
         if not mx.all(mx.isfinite(stream.finish(0))).item():
             raise CheckpointError("the written model's logits are not finite.")

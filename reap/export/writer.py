@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,16 +20,16 @@ import numpy as np
 
 from reap.artifacts.partial import sync
 from reap.errors import CheckpointError
-from reap.export.content import Content, Part, Tensor, tensor_of
+from reap.export.content import Content, Copied, Part, Tensor, tensor_of
+from reap.export.finite import check_finite, finite, is_scales, not_finite, raw, weight_of
 from reap.export.partial import PartialExport
-from reap.models.checkpoint import INDEX
+from reap.models.checkpoint import INDEX, read_ranges
 from reap.progress import Progress
 
 SHARD_BYTES = 5 * 10**9
 
-_WAITING = 2**26  # bytes
+_WAITING = 2**25  # bytes: what is hashed and written should still be in the processor's cache
 _WRITE = 2**20  # bytes at a time: no write of gigabytes in one call
-_BLOCK = 2**18  # elements whose temporaries stay in a processor's cache
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def write_shards(
     left = [shard for shard in files if shard.name not in partial.done]
     # Memory that one module leaves is the next one's, which spares the system the clearing of it.
     layers = (_nbytes(found) for part, found in content.foreseen.items() if part is not None)
-    with buffers_kept(max(layers, default=0) + _WAITING), Writer(partial) as writer:
+    with buffers_kept(max(layers, default=0)), Writer(partial) as writer:
         for shard in left:
             writer.write(shard.name, shard.tensors, _buffers(content, shard, progress), "mlx")
 
@@ -117,8 +118,8 @@ def buffers_kept(nbytes: int) -> Iterator[None]:
         mx.clear_cache()
 
 
-def _buffers(content: Content, shard: Shard, progress: Progress) -> Iterator[list[np.ndarray]]:
-    """The bytes of a shard's tensors in their order, one module after the other."""
+def _buffers(content: Content, shard: Shard, progress: Progress) -> Iterator[list[Any]]:
+    """The bytes of a shard's tensors in their order: modules, or chunks of what is copied."""
     total = len(content.parts)
     for part, tensors in shard.parts.items():
         what = "the rest"
@@ -126,30 +127,51 @@ def _buffers(content: Content, shard: Shard, progress: Progress) -> Iterator[lis
             what = f"layer {part} ({part + 1} of {total - 1})"
         progress(f"writing {what}", total - 1 if part is None else part, total)
         awaited = iter(tensors.items())
-        for arrays in content.modules(part, tensors):
-            check_finite(arrays)
-            made = {name: arrays.pop(name) for name in list(arrays) if name in tensors}
-            for name, array in made.items():
-                if (name, tensor_of(array)) != next(awaited, None):
+        for module in content.modules(part, tensors):
+            wanted = [name for name in module if name in tensors]
+            for name in wanted:
+                if (name, _tensor(module[name], tensors[name])) != next(awaited, None):
                     raise CheckpointError(
-                        f"{name} of shape {array.shape} is not what was foreseen in {shard.name}.",
-                        "this is a bug in reap",
+                        f"{name} is not what was foreseen in {shard.name}.", "this is a bug in reap"
                     )
-            yield [values.view(np.uint8) for values in raw(made).values()]
+            arrays = {n: found for n, found in module.items() if isinstance(found, mx.array)}
+            check_finite(arrays)
+            if arrays:
+                found = raw({name: arrays[name] for name in wanted})
+                yield [values.view(np.uint8) for values in found.values()]
+            for name in wanted:
+                if isinstance(copied := module[name], Copied):
+                    yield from _copied(name, copied, content.foreseen[part])
+
+
+def _tensor(found: mx.array | Copied, foreseen: Tensor) -> Tensor:
+    """What a header would say of `found`; of copied bytes only their number is known."""
+    if isinstance(found, Copied):
+        return replace(foreseen, nbytes=found.nbytes)
+    return tensor_of(found)
+
+
+def _copied(name: str, copied: Copied, foreseen: Mapping[str, Tensor]) -> Iterator[list[bytes]]:
+    tensor = foreseen[name]
+    unsigned = f"u{tensor.nbytes // math.prod(tensor.shape)}"
+    weight = foreseen[weight_of(name)].shape if is_scales(name, tensor.dtype) else None
+    for chunk in read_ranges(copied.ranges):
+        if not finite(np.frombuffer(chunk, unsigned), tensor.dtype, tensor.shape, weight):
+            raise not_finite(name)
+        yield [chunk]
 
 
 class Writer:
     """Writes files of tensors; each counts as done once it is on the disk.
 
     While bytes are hashed and written, by threads of their own, the next ones are made; and while a
-    file gets to the disk the next one is written. What waits is the largest module, or _WAITING.
+    file gets to the disk the next one is written.
     """
 
     def __init__(self, partial: PartialExport) -> None:
         self._partial = partial
         self._hashing, self._writing, self._ending = (ThreadPoolExecutor(1) for _ in range(3))
         self._pending: deque[tuple[int, list[Future[None]]]] = deque()
-        self._largest = 0
         self._files: list[tuple[str, Future[str]]] = []
 
     def __enter__(self) -> Writer:
@@ -172,12 +194,13 @@ class Writer:
         file = open(path, "wb", buffering=0)  # noqa: SIM115
         try:
             for buffers in chain([[_header(tensors, kind)]], data):
-                self._make_room(sum(len(buffer) for buffer in buffers))
+                nbytes = sum(len(buffer) for buffer in buffers)
+                self._make_room(nbytes)
                 jobs = [
                     self._hashing.submit(_hash, digest, buffers),
                     self._writing.submit(_write, file, buffers),
                 ]
-                self._pending.append((sum(len(buffer) for buffer in buffers), jobs))
+                self._pending.append((nbytes, jobs))
         except BaseException:
             wait(job for _, jobs in self._pending for job in jobs)
             file.close()
@@ -188,9 +211,8 @@ class Writer:
             self._commit()
 
     def _make_room(self, nbytes: int) -> None:
-        self._largest = max(self._largest, nbytes)
-        most = self._largest + _WAITING
-        while self._pending and sum(size for size, _ in self._pending) + nbytes > most:
+        """Wait until little is left to be hashed and written."""
+        while self._pending and sum(size for size, _ in self._pending) + nbytes > _WAITING:
             _results(self._pending.popleft()[1])
 
     def _commit(self) -> None:
@@ -238,43 +260,6 @@ def _write(file: BinaryIO, buffers: Sequence[Any]) -> None:
         view = memoryview(buffer)
         while view:
             view = view[file.write(view[:_WRITE]) :]
-
-
-def raw(arrays: Mapping[str, mx.array]) -> dict[str, np.ndarray]:
-    """The values as unsigned integers of their size, [elements], sharing the memory."""
-    kinds = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
-    views = {
-        name: mx.contiguous(array).reshape(-1).view(kinds[array.dtype.size])
-        for name, array in arrays.items()
-    }
-    mx.eval(views)
-    return {name: np.array(view, copy=False) for name, view in views.items()}
-
-
-# All bits of the exponent, by the floating dtypes' names.
-_EXPONENT: dict[mx.Dtype, int] = {
-    mx.bfloat16: 0x7F80,
-    mx.float16: 0x7C00,
-    mx.float32: 0x7F800000,
-}
-
-
-def check_finite(tensors: Mapping[str, mx.array], prefix: str = "") -> None:
-    """Raise CheckpointError for a value, or a scale of the MX formats, that is NaN or infinite."""
-    scales = {n for n, a in tensors.items() if n.endswith(".scales") and a.dtype == mx.uint8}
-    looked_at = {n: a for n, a in tensors.items() if n in scales or a.dtype in _EXPONENT}
-    for name, values in raw(looked_at).items():
-        if name in scales:
-            # NaN is 255 in E8M0, 127 in the E4M3 of nvfp4, which has 16 codes of 4 bits a group.
-            codes = 8 * tensors[f"{name.removesuffix('.scales')}.weight"].shape[-1]
-            nvfp4 = codes == 16 * tensors[name].shape[-1]
-            bad = bool(np.any((values & 127) == 127 if nvfp4 else values == 255))
-        else:
-            mask = _EXPONENT[tensors[name].dtype]
-            blocks = (values[i : i + _BLOCK] for i in range(0, values.size, _BLOCK))
-            bad = any(bool(np.any((block & mask) == mask)) for block in blocks)
-        if bad:
-            raise CheckpointError(f"{prefix}{name} holds a value that is not finite.")
 
 
 def write_index(directory: Path, files: Sequence[Shard]) -> None:

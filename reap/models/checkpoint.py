@@ -8,9 +8,10 @@ import os
 import re
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 INDEX = "model.safetensors.index.json"
 _NUMBER = re.compile(r"\d+")
 _SAMPLES, _SAMPLE_BYTES = (0.0, 0.5, 1.0), 4096
+_CHUNK = 2**22
+Range = tuple[Path, int, int]
+"""A file, an offset and a number of bytes."""
 ORIGIN = "reap.json"
 """What an export in a foreign layout carries instead of config["reap"]."""
 _DTYPES = {
@@ -98,10 +102,10 @@ class Checkpoint:
             names[int(match[1]) if match else None].append(name)
         return names
 
-    def ranges(self, names: Iterable[str]) -> list[tuple[Path, int, int]]:
-        """(file, offset, bytes) of the named tensors, neighbours joined."""
+    def ranges(self, names: Iterable[str]) -> list[Range]:
+        """Where the named tensors are, neighbours joined."""
         spans = sorted((self.tensors[n].file, self.tensors[n].offset, n) for n in names)
-        joined: list[tuple[Path, int, int]] = []
+        joined: list[Range] = []
         for file, offset, name in spans:
             size = self.tensors[name].nbytes
             if joined and joined[-1][0] == self.path / file and sum(joined[-1][1:]) == offset:
@@ -119,14 +123,16 @@ class Checkpoint:
             files[file] = [status.st_size, status.st_mtime_ns]
         return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
+    def row_ranges(self, name: str, ids: Sequence[int]) -> list[Range]:
+        """Where some entries of a tensor's first axis are."""
+        info = self.tensors[name]
+        size = info.nbytes // info.shape[0]
+        return [(self.path / info.file, info.offset + size * row, size) for row in ids]
+
     def rows(self, name: str, ids: Sequence[int]) -> mx.array:
         """Some entries of a tensor's first axis; nothing else of it is read."""
         info = self.tensors[name]
-        size = info.nbytes // info.shape[0]
-        with open(self.path / info.file, "rb") as file:
-            content = b"".join(
-                os.pread(file.fileno(), size, info.offset + size * row) for row in ids
-            )
+        content = b"".join(read_ranges(self.row_ranges(name, ids)))
         raw = mx.array(np.frombuffer(content, np.uint8))
         return raw.view(_DTYPES[info.dtype]).reshape(len(ids), *info.shape[1:])
 
@@ -145,6 +151,28 @@ class Checkpoint:
                 ) from None
             arrays.update((name, shard[name]) for name in wanted)
         return arrays
+
+
+def read_ranges(ranges: Iterable[Range]) -> Iterator[bytes]:
+    """The bytes of the ranges one after the other, in chunks of a few MB none of which crosses from
+    one range to the next. Raises CheckpointError for a file that ends before, and OSError."""
+    for path, pieces in groupby(ranges, key=lambda piece: piece[0]):
+        with open(path, "rb", buffering=0) as file:
+            for _, offset, size in pieces:
+                for start in range(0, size, _CHUNK):
+                    length = min(_CHUNK, size - start)
+                    chunk = os.pread(file.fileno(), length, offset + start)
+                    if len(chunk) < length:
+                        raise CheckpointError(
+                            f"{path} cannot be read any more: it ends early.",
+                            "is it being changed?",
+                        )
+                    yield chunk
+
+
+def mlx_dtype(name: str) -> mx.Dtype:
+    """Of a dtype as safetensors spells it."""
+    return _DTYPES[name]
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

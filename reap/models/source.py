@@ -10,13 +10,14 @@ import hashlib
 import importlib.util
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from mlx_lm import utils as mlx_lm_utils
 
@@ -25,9 +26,9 @@ from reap.artifacts.files import sha256
 from reap.artifacts.spec import Role
 from reap.errors import CheckpointError
 from reap.models import formats
-from reap.models.checkpoint import Checkpoint, open_checkpoint
+from reap.models.checkpoint import Checkpoint, Range, mlx_dtype, open_checkpoint
 from reap.models.families import Family, family_of, text_config
-from reap.models.hooks import submodule
+from reap.models.hooks import hooked, submodule
 from reap.models.prefetch import Prefetch
 
 RUNTIME = Path(__file__).with_name("reap_model.py")
@@ -65,6 +66,7 @@ class SourceModel:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._prefetched: Prefetch | None = None
         self._checked: set[int] = set()
+        self._known_origins: dict[int, dict[str, dict[str, tuple[str, str]]]] = {}
         self._expert_names: dict[str, tuple[str, int, str] | None] = {}
         if not 0 < self.top_k <= self.num_experts:
             raise CheckpointError(
@@ -249,6 +251,57 @@ class SourceModel:
             for projection in projections
         }
 
+    def expert_bytes(
+        self, index: int, projection: str, ids: Sequence[int]
+    ) -> dict[str, list[Range]]:
+        """Where the bytes of some experts' weight, scales, … are, by leaf, in the order of `ids`.
+
+        Empty if what mlx-lm makes of the experts' tensors is not their bytes one after the other.
+        """
+        if not self.experts_apart(index):
+            head = f"{self._experts_head(index)}{projection}"
+            names = [n for n in self._names[index] if n.rpartition(".")[0] == head]
+            return {n.rpartition(".")[2]: self.checkpoint.row_ranges(n, ids) for n in names}
+        origins = self._origins(index)
+        if projection not in origins:
+            return {}
+        return {
+            leaf: [r for e in ids for r in self.checkpoint.ranges([f"{head}{e}{tail}"])]
+            for leaf, (head, tail) in origins[projection].items()
+        }
+
+    def _origins(self, index: int) -> dict[str, dict[str, tuple[str, str]]]:
+        """What stands before and after an expert's number in the name of the tensor that mlx-lm
+        stacks, by projection and leaf; only of projections whose bytes it does not change.
+
+        mlx-lm's own `sanitize` tells: it is given an expert of random bytes.
+        """
+        if index not in self._known_origins:
+            self._known_origins[index] = {} if self._fp8 else self._find_origins(index)
+        return self._known_origins[index]
+
+    def _find_origins(self, index: int) -> dict[str, dict[str, tuple[str, str]]]:
+        arrays = self.checkpoint.load(n for n in self._names[index] if not self._expert_name(n))
+        random = np.random.default_rng(0)
+        names: dict[bytes, tuple[str, str]] = {}
+        for name in self._names[index]:
+            parts = self._expert_name(name)
+            if parts and parts[1] == 0:
+                info = self.checkpoint.tensors[name]
+                content = random.bytes(info.nbytes)
+                bits = mx.array(np.frombuffer(content, np.uint8)).view(mlx_dtype(info.dtype))
+                arrays[name] = bits.reshape(info.shape)
+                names[content] = parts[0], parts[2]
+        with self._pretend_experts(1):
+            made = self.experts_of(self._sanitized(arrays, self.layer_prefix(index)))
+        found = {}
+        for projection, leaves in made.items():
+            flat = {leaf: mx.contiguous(a).reshape(-1) for leaf, a in leaves.items()}
+            contents = {leaf: np.array(a.view(mx.uint8)).tobytes() for leaf, a in flat.items()}
+            if names.keys() >= set(contents.values()):
+                found[projection] = {leaf: names[content] for leaf, content in contents.items()}
+        return found
+
     def read_apart(self, index: int) -> bool:
         """Whether some experts of a layer can be read without the others: they are tensors of their
         own, or rows of tensors as mlx-lm has them."""
@@ -330,25 +383,61 @@ class SourceModel:
             raise CheckpointError(f"{foreign[0]} does not belong to {prefix}.")
         return {name.removeprefix(f"{prefix}."): array for name, array in arrays.items()}
 
-    def load_layer(self, index: int) -> None:
-        """Read one decoder layer's weights and make them resident."""
-        weights = self.layer_weights(index)
-        if mx.default_device() == mx.cpu:
-            # MLX's gather_mm takes only float32 on the CPU; widening 16-bit experts is exact.
-            experts = f"{self.family.experts}."
-            weights = {
-                name: a.astype(mx.float32)
-                if name.startswith(experts)
-                and a.dtype in (mx.bfloat16, mx.float16)
-                and f"{name.rpartition('.')[0]}.scales" not in weights
-                else a
-                for name, a in weights.items()
-            }
+    def load_layer(self, index: int, *, experts: bool = True) -> None:
+        """Read one decoder layer's weights and make them resident; its `experts`, if not, only when
+        they are used."""
+        weights = self._runnable(self.layer_weights(index))
         self._place(self.layers[index], weights, self.layer_prefix(index))
         # One after the other, lest all experts be in memory twice, apart and stacked.
         for name in list(weights):
-            mx.eval(weights.pop(name))
+            array = weights.pop(name)
+            if experts or not name.startswith(f"{self.family.experts}."):
+                mx.eval(array)
         mx.clear_cache()
+
+    def _runnable(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """MLX's gather_mm takes only float32 on the CPU; widening 16-bit experts is exact."""
+        if mx.default_device() != mx.cpu:
+            return weights
+        experts = f"{self.family.experts}."
+        return {
+            name: a.astype(mx.float32)
+            if name.startswith(experts)
+            and a.dtype in (mx.bfloat16, mx.float16)
+            and f"{name.rpartition('.')[0]}.scales" not in weights
+            else a
+            for name, a in weights.items()
+        }
+
+    @contextmanager
+    def reading_experts(self, index: int, see: Callable[[Stacked], None]) -> Iterator[None]:
+        """While the block runs, a layer that was loaded without its experts reads those that are
+        called, at each call of a projection; `see` is shown them."""
+        with ExitStack() as stack:
+            for name, part in self.experts(index).named_modules():
+                if "weight" in part:
+                    stack.enter_context(hooked(part, self._called(index, name, part, see)))
+            yield
+
+    def _called(
+        self, index: int, name: str, part: nn.Module, see: Callable[[Stacked], None]
+    ) -> Callable[..., Any]:
+        cls: Any = type(part)
+
+        def call(_: Any, x: mx.array, indices: mx.array, *more: Any, **options: Any) -> Any:
+            chosen, places = np.unique(np.array(indices), return_inverse=True)
+            found = self.some_experts(index, tuple(chosen.tolist()), [name])
+            see(found)
+            few = cls.__new__(cls)
+            nn.Module.__init__(few)
+            few.__dict__.update(part.__dict__)
+            head = f"{self.family.experts}.{name}."
+            arrays = self._runnable({f"{head}{leaf}": a for leaf, a in found[name].items()})
+            for key, value in part.items():
+                few[key] = arrays.get(f"{head}{key}", value)
+            return few(x, mx.array(places.reshape(indices.shape), mx.uint32), *more, **options)
+
+        return call
 
     def prefetch(self, index: int) -> None:
         """Ask the system to read a layer's bytes into its cache while other work goes on."""
