@@ -38,7 +38,7 @@ from reap.export.content import Content, Tensor
 from reap.export.export import RUNTIME, check_plan
 from reap.export.verify import verify
 from reap.export.writer import shards
-from reap.models.checkpoint import INDEX, open_checkpoint
+from reap.models.checkpoint import INDEX, open_checkpoint, read_ranges
 from reap.models.source import open_source
 from reap.planning import PlanSettings, make_plan
 from reap.planning.planner import RECIPES, plain_plan
@@ -891,6 +891,42 @@ def test_small_shards_are_indexed_and_load(tmp_path: Path, monkeypatch: pytest.M
     )
 
 
+@pytest.mark.parametrize("family", ["kimi_k3", "qwen3_moe", "deepseek_v3", "glm4_moe"])
+def test_where_the_bytes_of_experts_are(family: str) -> None:
+    model = open_source(str(exports.source_checkpoint(family)))
+    index, ids = model.moe_layers[-1], (5, 0, 3)
+    wanted = model.experts_of(model.layer_weights(index, ids))
+    assert len(wanted) == 3
+    for projection, leaves in wanted.items():
+        found = model.expert_bytes(index, projection, ids)
+        assert found.keys() == leaves.keys()
+        for leaf, array in leaves.items():
+            content = b"".join(read_ranges(found[leaf]))
+            assert content == np.array(array.reshape(-1).view(mx.uint8)).tobytes()
+
+
+@pytest.mark.parametrize("change", ["rows", "values"])
+def test_experts_that_mlx_lm_changes_are_not_copied(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if it turned one of the matrices, or scaled it."""
+    model = open_source(str(exports.source_checkpoint("qwen3_moe")))
+    real = model.model.sanitize
+
+    def changed(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        return {
+            name: (array[:, ::-1] if change == "rows" else 2 * array)
+            if name.endswith("switch_mlp.up_proj.weight")
+            else array
+            for name, array in real(weights).items()
+        }
+
+    monkeypatch.setattr(model.model, "sanitize", changed)
+    index = model.moe_layers[0]
+    assert not model.expert_bytes(index, "up_proj", (0,))
+    assert model.expert_bytes(index, "down_proj", (0,))
+
+
 def of_bytes(parts: dict[int | None, dict[str, int]]) -> dict[int | None, dict[str, Tensor]]:
     return {
         part: {name: Tensor("U8", (size,), size) for name, size in sizes.items()}
@@ -961,19 +997,14 @@ def test_what_is_not_written_as_it_was_read_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, made = writing._write, exported("kimi_k3", "identity")
-    largest = max(
-        tensor.nbytes
-        for shard in outline(open_source(str(made.source)), made.plan).shards
-        for tensor in shard.tensors.values()
-        if tensor.dtype == "U32"
-    )
+    projection = made.spec.moe_layers[0].projections[0]
+    codes = projection.rows * projection.columns // 2
 
-    def faulty(file: Any, buffers: Any) -> None:
-        made = [bytearray(buffer) for buffer in buffers]
-        for buffer in made:
-            if len(buffer) == largest:  # the codes of a layer's experts
-                buffer[0] ^= 1
-        real(file, made)
+    def faulty(file: Any, buffer: Any) -> None:
+        if isinstance(buffer, bytes) and len(buffer) == codes:  # copied
+            buffer = bytearray(buffer)
+            buffer[0] ^= 1
+        real(file, buffer)
 
     monkeypatch.setattr(writing, "_write", faulty)
     with pytest.raises(CheckpointError, match=r"expert \d+ in .* differs from the source"):

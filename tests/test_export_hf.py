@@ -178,7 +178,7 @@ def test_shards_are_limited_and_indexed_in_order(
 ) -> None:
     limit = 300_000
     monkeypatch.setattr(hf, "SHARD_BYTES", limit)
-    monkeypatch.setattr(hf, "_CHUNK", 1000)
+    monkeypatch.setattr("reap.models.checkpoint._CHUNK", 1000)
     write(source_of("kimi_k3"), plan_of("kimi_k3"), tmp_path / "out")
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 10

@@ -38,9 +38,10 @@ from reap.export.export import fingerprint
 from reap.export.low_bank import LowBank
 from reap.export.samples import Samples
 from reap.export.writer import shards
-from reap.models.source import open_source
+from reap.models.source import SourceModel, open_source
 
 contents = importlib.import_module("reap.export.content")
+writing = importlib.import_module("reap.export.writer")
 partials = importlib.import_module("reap.export.partial")
 
 KILLS = 4
@@ -382,7 +383,30 @@ def test_stacked_experts_are_rounded_a_few_at_a_time(
             mx.eval(arrays)
     assert mx.get_peak_memory() - before < 2 * largest
     rest = model.checkpoint.nbytes - spec.experts_bytes
+    assert content.read_bytes() == rest + spec.experts_bytes // 2
     assert models.read_bytes() - start < 1.05 * (rest + spec.experts_bytes / 2)
+
+
+def test_what_is_copied_is_never_in_memory(tmp_path: Path) -> None:
+    """Nor read more than once, by the chunk."""
+    if not Path("/proc/self/io").exists():
+        pytest.skip("no /proc")
+    path = models.write_qwen3_moe(
+        tmp_path / "m", dtype=mx.bfloat16, layers=4, experts=32, intermediate=512
+    )
+    model = open_source(str(path))
+    spec = model.spec()
+    plan = exports.hand_plan(spec, exports.kept_experts(spec, "stock"))
+    content = Content(model, plan, spec, LowBank(plan, None))
+    made, limit = outline(model, plan), spec.experts_bytes // len(spec.moe_layers) // 3
+    mx.clear_cache()
+    before, start = mx.get_active_memory(), models.read_bytes()
+    mx.reset_peak_memory()
+    for shard in made.shards:
+        for _ in writing._data(content, shard, lambda *_: None):
+            pass
+    assert mx.get_peak_memory() - before < limit / 2
+    assert models.read_bytes() - start < 1.05 * made.read_bytes
 
 
 # Samples
@@ -397,8 +421,12 @@ def test_an_expert_in_another_ones_place_is_found(
     def rotated(real: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, *args: real(self, *args[:-1], (*args[-1][1:], args[-1][0]))
 
-    for name in ("_experts", "_rounded"):
-        monkeypatch.setattr(Content, name, rotated(getattr(Content, name)))
+    for owner, name in (
+        (SourceModel, "expert_bytes"),
+        (Content, "_experts"),
+        (Content, "_rounded"),
+    ):
+        monkeypatch.setattr(owner, name, rotated(getattr(owner, name)))
     with pytest.raises(ReapError, match=r"expert 0 in model\.layers\.0\..* differs"):
         exports.write(made.source, made.plan, tmp_path / "high")
     spec = exports.spec_of("qwen3_moe")

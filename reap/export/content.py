@@ -105,13 +105,14 @@ class Content:
                 yield {f"{path}.{leaf}": array for leaf, array in arrays.items()}
 
     def read_bytes(self) -> int:
-        """Bytes that are read of the source: all that is written, and what is stacked with it."""
-        tensors = self.source.checkpoint.tensors
-        names = [*self.source.carried_names(), *self.source.read_names(None)]
-        for index in range(len(self.source.layers)):
+        """Bytes that are read of the source: all that is written, and what is stored with it."""
+        source = self.source
+        carried = (source.checkpoint.tensors[name].nbytes for name in source.carried_names())
+        total = sum(carried) + source.read_bytes(None)
+        for index in range(len(source.layers)):
             layer = self._layers.get(index)
-            names += self.source.read_names(index, layer.kept if layer else None)
-        return sum(tensors[name].nbytes for name in names)
+            total += source.read_bytes(index, layer.kept if layer else None)
+        return total
 
     def _others(self, part: Part) -> Iterator[dict[str, mx.array]]:
         """What is no routed expert, lazily, one module after the other; as planned."""

@@ -327,9 +327,9 @@ def _write_shards(
     """Write the shards that are not done."""
     by_name = {piece.name: piece for piece in pieces}
 
-    def data(names: Iterable[str]) -> Iterator[list[bytes]]:
+    def data(names: Iterable[str]) -> Iterator[bytes]:
         for name in names:
-            yield from ([chunk] for chunk in read_ranges(by_name[name].ranges(checkpoint)))
+            yield from read_ranges(by_name[name].ranges(checkpoint))
 
     with Writer(partial) as writer:
         for number, shard in enumerate(shards):

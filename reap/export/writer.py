@@ -8,7 +8,7 @@ import math
 import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -28,7 +28,7 @@ from reap.progress import Progress
 
 SHARD_BYTES = 5 * 10**9
 
-_WAITING = 2**25  # bytes: what is hashed and written should still be in the processor's cache
+_WAITING = 2**25  # bytes to be hashed: they should still be in the processor's cache
 _WRITE = 2**20  # bytes at a time: no write of gigabytes in one call
 
 
@@ -104,7 +104,7 @@ def write_shards(
     layers = (_nbytes(found) for part, found in content.foreseen.items() if part is not None)
     with buffers_kept(max(layers, default=0)), Writer(partial) as writer:
         for shard in left:
-            writer.write(shard.name, shard.tensors, _buffers(content, shard, progress), "mlx")
+            writer.write(shard.name, shard.tensors, _data(content, shard, progress), "mlx")
 
 
 @contextmanager
@@ -118,8 +118,8 @@ def buffers_kept(nbytes: int) -> Iterator[None]:
         mx.clear_cache()
 
 
-def _buffers(content: Content, shard: Shard, progress: Progress) -> Iterator[list[Any]]:
-    """The bytes of a shard's tensors in their order: modules, or chunks of what is copied."""
+def _data(content: Content, shard: Shard, progress: Progress) -> Iterator[Any]:
+    """The bytes of a shard's tensors in their order, in buffers; what is copied in small ones."""
     total = len(content.parts)
     for part, tensors in shard.parts.items():
         what = "the rest"
@@ -138,7 +138,7 @@ def _buffers(content: Content, shard: Shard, progress: Progress) -> Iterator[lis
             check_finite(arrays)
             if arrays:
                 found = raw({name: arrays[name] for name in wanted})
-                yield [values.view(np.uint8) for values in found.values()]
+                yield from (values.view(np.uint8) for values in found.values())
             for name in wanted:
                 if isinstance(copied := module[name], Copied):
                     yield from _copied(name, copied, content.foreseen[part])
@@ -151,27 +151,27 @@ def _tensor(found: mx.array | Copied, foreseen: Tensor) -> Tensor:
     return tensor_of(found)
 
 
-def _copied(name: str, copied: Copied, foreseen: Mapping[str, Tensor]) -> Iterator[list[bytes]]:
+def _copied(name: str, copied: Copied, foreseen: Mapping[str, Tensor]) -> Iterator[bytes]:
     tensor = foreseen[name]
     unsigned = f"u{tensor.nbytes // math.prod(tensor.shape)}"
     weight = foreseen[weight_of(name)].shape if is_scales(name, tensor.dtype) else None
     for chunk in read_ranges(copied.ranges):
         if not finite(np.frombuffer(chunk, unsigned), tensor.dtype, tensor.shape, weight):
             raise not_finite(name)
-        yield [chunk]
+        yield chunk
 
 
 class Writer:
     """Writes files of tensors; each counts as done once it is on the disk.
 
-    While bytes are hashed and written, by threads of their own, the next ones are made; and while a
-    file gets to the disk the next one is written.
+    Bytes are hashed by a thread of its own while the next ones are made and written, and a file
+    gets to the disk while the next one is written.
     """
 
     def __init__(self, partial: PartialExport) -> None:
         self._partial = partial
-        self._hashing, self._writing, self._ending = (ThreadPoolExecutor(1) for _ in range(3))
-        self._pending: deque[tuple[int, list[Future[None]]]] = deque()
+        self._hashing, self._ending = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._hashes: deque[tuple[int, Future[None]]] = deque()
         self._files: list[tuple[str, Future[str]]] = []
 
     def __enter__(self) -> Writer:
@@ -182,56 +182,40 @@ class Writer:
             while self._files:
                 self._commit()
         finally:
-            for threads in (self._hashing, self._writing, self._ending):
-                threads.shutdown()
+            self._hashing.shutdown()
+            self._ending.shutdown()
 
     def write(
-        self, name: str, tensors: Mapping[str, Tensor], data: Iterable[Sequence[Any]], kind: str
+        self, name: str, tensors: Mapping[str, Tensor], data: Iterable[Any], kind: str
     ) -> None:
-        """Write a safetensors file: `data` are the bytes of `tensors` in their order, in buffers
-        some of which come together. Raises OSError."""
+        """Write a safetensors file: `data` are the bytes of `tensors` in their order, as buffers of
+        bytes. Raises OSError."""
         digest, path = hashlib.sha256(), self._partial.checkpoint / name
-        file = open(path, "wb", buffering=0)  # noqa: SIM115
-        try:
-            for buffers in chain([[_header(tensors, kind)]], data):
-                nbytes = sum(len(buffer) for buffer in buffers)
-                self._make_room(nbytes)
-                jobs = [
-                    self._hashing.submit(_hash, digest, buffers),
-                    self._writing.submit(_write, file, buffers),
-                ]
-                self._pending.append((nbytes, jobs))
-        except BaseException:
-            wait(job for _, jobs in self._pending for job in jobs)
-            file.close()
-            raise
-        jobs = [job for _, jobs in self._pending for job in jobs]
-        self._files.append((name, self._ending.submit(_end, jobs, file, path, digest)))
+        with open(path, "wb", buffering=0) as file:
+            for buffer in chain([_header(tensors, kind)], data):
+                self._make_room(len(buffer))
+                self._hashes.append((len(buffer), self._hashing.submit(digest.update, buffer)))
+                _write(file, buffer)
+        # After the last bytes: one thread hashes all, in this order.
+        hashed = self._hashing.submit(digest.hexdigest)
+        self._files.append((name, self._ending.submit(_end, path, hashed)))
         if len(self._files) > 1:
             self._commit()
 
     def _make_room(self, nbytes: int) -> None:
-        """Wait until little is left to be hashed and written."""
-        while self._pending and sum(size for size, _ in self._pending) + nbytes > _WAITING:
-            _results(self._pending.popleft()[1])
+        """Wait until little is left to be hashed."""
+        while self._hashes and sum(size for size, _ in self._hashes) + nbytes > _WAITING:
+            self._hashes.popleft()[1].result()
 
     def _commit(self) -> None:
         name, digest = self._files.pop(0)
         self._partial.shard_done(name, digest.result())
 
 
-def _end(last: Sequence[Future[None]], file: BinaryIO, path: Path, digest: Any) -> str:
-    """Have a file on the disk, after its last bytes; its sha256."""
-    with file:
-        wait(last)
-        _results(last)
+def _end(path: Path, hashed: Future[str]) -> str:
+    """Have a file on the disk; its sha256."""
     sync(path)
-    return str(digest.hexdigest())
-
-
-def _results(futures: Iterable[Future[None]]) -> None:
-    for future in futures:
-        future.result()
+    return hashed.result()
 
 
 def _header(tensors: Mapping[str, Tensor], kind: str) -> bytes:
@@ -250,16 +234,10 @@ def _header(tensors: Mapping[str, Tensor], kind: str) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _hash(digest: Any, buffers: Sequence[Any]) -> None:
-    for buffer in buffers:
-        digest.update(buffer)
-
-
-def _write(file: BinaryIO, buffers: Sequence[Any]) -> None:
-    for buffer in buffers:
-        view = memoryview(buffer)
-        while view:
-            view = view[file.write(view[:_WRITE]) :]
+def _write(file: BinaryIO, buffer: Any) -> None:
+    view = memoryview(buffer)
+    while view:
+        view = view[file.write(view[:_WRITE]) :]
 
 
 def write_index(directory: Path, files: Sequence[Shard]) -> None:

@@ -312,13 +312,22 @@ class SourceModel:
     def _experts_head(self, index: int) -> str:
         return f"{self.layer_prefix(index)}.{self.family.experts}."
 
-    def read_names(self, index: int | None, kept: Sequence[int] | None = None) -> list[str]:
-        """What `layer_weights` reads in the end; of None, `trunk_weights`."""
-        names, experts = self._names[index], set(kept or ())
+    def read_bytes(self, index: int | None, kept: Sequence[int] | None = None) -> int:
+        """Bytes that are read for a layer with the `kept` experts, or all; of None, what is outside
+        the layers."""
+        sizes = {name: self.checkpoint.tensors[name].nbytes for name in self._names[index]}
         if index is None or kept is None:
-            return list(names)
-        parts = [(name, self._expert_name(name)) for name in names]
-        return [name for name, part in parts if part is None or part[1] in experts]
+            return sum(sizes.values())
+        head, stacked = self._experts_head(index), self.read_apart(index)
+        total, chosen = 0, set(kept)
+        for name, nbytes in sizes.items():
+            if parts := self._expert_name(name):
+                total += nbytes if parts[1] in chosen else 0
+            elif stacked and name.startswith(head):
+                total += nbytes // self.num_experts * len(kept)
+            else:
+                total += nbytes
+        return total
 
     def _expert_name(self, name: str) -> tuple[str, int, str] | None:
         """What is before and after the number of an expert in a tensor's name, and the number."""
