@@ -20,7 +20,14 @@ VOCABULARY = 2048
 
 
 def write_checkpoint(
-    path: Path, layers: int, *, hidden: int, experts: int, inner: int, latent: int | None = None
+    path: Path,
+    layers: int,
+    *,
+    hidden: int,
+    experts: int,
+    inner: int,
+    latent: int | None = None,
+    top_k: int = 4,
 ) -> Path:
     """K3's names, types and layout: mxfp4 experts apart, KDA and MLA, attention residuals.
 
@@ -39,7 +46,7 @@ def write_checkpoint(
         "intermediate_size": 4 * hidden,
         "moe_intermediate_size": inner,
         "num_experts": experts,
-        "num_experts_per_token": 4,
+        "num_experts_per_token": top_k,
         "num_shared_experts": 1,
         "routed_expert_hidden_size": latent,
         "q_lora_rank": 128,

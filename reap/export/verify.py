@@ -38,11 +38,12 @@ def verify(
 ) -> int:
     """Check a written checkpoint against plan and source; the number of tensors.
 
-    Checked: mlx-lm loads it strictly (no missing or extra tensor, every shape); every path has
+    Checked: mlx-lm builds it strictly (no missing or extra tensor, every shape); every path has
     exactly its bits, planned or as in the source; of what keeps the source's format, small tensors
     and samples of every layer's experts have the source's bytes, and samples of the others give
-    its outputs (see samples); nothing is NaN or infinite, nor are the logits of a few tokens.
-    What is written is read once, one layer at a time; of the source, the samples. Raises ReapError.
+    its outputs (see samples); neither these nor what a few tokens read on their way through the
+    model is NaN or infinite, nor are their logits. Experts that are in no sample and that no token
+    chooses are not read again. Raises ReapError.
     """
     checkpoint = open_checkpoint(str(directory))
     carried = source.carried_names()
