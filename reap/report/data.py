@@ -122,13 +122,12 @@ class ExpertMap:
 class FormatTrial:
     """All experts stored in one low format against dropping down to the same bytes.
 
-    `bytes_share` is the format's part of the source's expert bytes, `kept_equal` [L] how many
-    experts of the source fit in those bytes, `low` and `drop` [L] the relative squared errors.
+    `bytes_share` is the format's part of the source's expert bytes, `low` and `drop` [L] the
+    relative squared errors.
     """
 
     label: str
     bytes_share: float
-    kept_equal: Floats
     low: Floats
     drop: Floats
 
@@ -677,7 +676,7 @@ def _measured(saliency: Saliency, plan: Plan) -> Measured | None:
             ]
         )
         equal = np.minimum(shares, 1) * whole
-        trials.append(FormatTrial(fmt.label, float(shares.mean()), equal, low / energy, at(equal)))
+        trials.append(FormatTrial(fmt.label, float(shares.mean()), low / energy, at(equal)))
     return Measured(
         tokens=int(measurement.tokens.max(initial=0)),
         kept=measurement.kept,
