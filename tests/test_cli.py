@@ -437,6 +437,13 @@ def test_inspect_shows_every_kind_of_file(place_with_checkpoint: Path) -> None:
         assert text in shown.out
         assert key in data.json
 
+    saliency = Saliency.load(RUN / "saliency.safetensors")
+    assert saliency.measurement is not None
+    measured = int(saliency.measurement.tokens.max()), int(saliency.measurement.kl_tokens[0])
+    found = run("inspect", RUN / "saliency.safetensors", "--json").json
+    assert (found["measured_tokens"], found["sensitivity_tokens"]) == measured
+    said = "were measured on {:,} tokens, sensitivity on {:,}.".format(*measured)
+    assert said in run("inspect", RUN / "saliency.safetensors").out
     plan = Plan.load(RUN / "plan.json")
     found = run("inspect", RUN / "checkpoint", "--json").json
     assert found["expert_counts"] == plan.expert_counts

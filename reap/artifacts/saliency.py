@@ -81,6 +81,13 @@ class Measurement:
     kl_tokens: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     low_rounding: str = "plain"
 
+    @property
+    def sensitivity_tokens(self) -> int:
+        """Tokens that the divergences are over; 0 if they were not measured."""
+        if not self.drop_kl.size:
+            return 0
+        return int(self.kl_tokens[0] if self.kl_tokens.size else self.tokens.max())
+
 
 @dataclass(frozen=True)
 class Saliency:

@@ -46,10 +46,13 @@ def saliency_figures(saliency: Saliency) -> Figures:
         return (falling[:, :busiest].sum(axis=1) / np.where(total > 0, total, 1)).tolist()
 
     quarter, half = carried(max(1, experts // 4)), carried(max(1, experts // 2))
+    measured = saliency.measurement
     return {
         "model": saliency.spec.model,
         "domains": dict(zip(saliency.domains, tokens.tolist())),
         "never_routed": int((count == 0).sum()),
+        "measured_tokens": 0 if measured is None else int(measured.tokens.max()),
+        "sensitivity_tokens": 0 if measured is None else measured.sensitivity_tokens,
         "layers": [
             {
                 "layer": layer,
@@ -72,6 +75,10 @@ def show_saliency(saliency: Saliency) -> None:
         "Tokens",
         ["domain", "tokens"],
         [[name, f"{number:,}"] for name, number in figures["domains"].items()],
+    )
+    say(
+        f"Drops and low bits were measured on {figures['measured_tokens']:,} tokens, sensitivity on "
+        f"{figures['sensitivity_tokens']:,}."
     )
     table(
         "Energy Σg²‖f‖² carried by the busiest experts",
