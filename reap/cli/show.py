@@ -77,8 +77,8 @@ def show_saliency(saliency: Saliency) -> None:
         [[name, f"{number:,}"] for name, number in figures["domains"].items()],
     )
     say(
-        f"Drops and low bits were measured on {figures['measured_tokens']:,} tokens, sensitivity on "
-        f"{figures['sensitivity_tokens']:,}."
+        f"Drops and low bits were measured on {figures['measured_tokens']:,} tokens, sensitivity "
+        f"on {figures['sensitivity_tokens']:,}."
     )
     table(
         "Energy Σg²‖f‖² carried by the busiest experts",
