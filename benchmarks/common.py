@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from reap.export import export
 from reap.formatting import decimal, digits_for
 from reap.models.source import open_source
 from reap.models.text import load_texts
+from reap.planning import PlanSettings
+from reap.planning.precision import size_with
+from reap.planning.size import MOST
 
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "reports" / "tiny-k3"
@@ -54,9 +58,8 @@ def calibrated(
 
 
 def size_at(spec: ModelSpec, share: float) -> int:
-    """Bytes of the weights with `share` of the experts' bytes, every router row and the trunk."""
-    routers = sum(spec.num_experts * spec.router_row_bytes(layer) for layer in spec.moe_layers)
-    return spec.trunk_bytes() + routers + round(share * spec.experts_bytes)
+    """What `reap plan --size` takes a share for."""
+    return size_with(spec, PlanSettings(size=MOST), Decimal(str(share)))
 
 
 def provenance(saliency: Saliency, digest: str, command: str) -> Provenance:

@@ -362,7 +362,7 @@ def test_planner_options_reach_the_plan(place: Path) -> None:
 
 
 @pytest.mark.parametrize("trunk", ["source", "8bit"])
-def test_a_size_in_percent_is_of_the_experts_with_their_router_rows(
+def test_a_size_in_percent_is_of_the_experts_beside_all_router_rows(
     place: Path, trunk: str
 ) -> None:
     command = ("plan", "--size", "40%", "--trunk", trunk, "--out", "p.json", "--force")
@@ -371,10 +371,22 @@ def test_a_size_in_percent_is_of_the_experts_with_their_router_rows(
     plan = Plan.load(Path("p.json"))
     expert = 3 * 128 * 128 * 17 // 32  # three matrices in mxfp4: 4.25 bits a weight
     router_row = plan.waterfall.router / sum(plan.expert_counts)
-    limit = 0.4 * 5 * 64 * (expert + router_row)
+    limit = 5 * 64 * (0.4 * expert + router_row)
     left = limit - (plan.waterfall.weights - plan.waterfall.trunk)
-    assert 0 <= left < expert
+    assert 0 <= left < expert + router_row
     assert plan.settings["size"] == plan.waterfall.trunk + int(limit)
+
+
+def test_a_plan_says_that_the_trunks_rounding_is_not_counted(place: Path) -> None:
+    command = ("plan", "--trunk", "6bit", "--out", "p.json", "--force", "--size")
+    counted = "nats, no plan under the same constraints is below"
+    some = run(*command, "40%").err
+    assert counted in some and "; rounding the trunk to 6-bit g64 not counted." in some
+    assert "All experts fit: nothing needs pruning.\nwarning: rounding the trunk is no part of" in (
+        run(*command, "100%").err
+    )
+    plain = run("plan", "--size", "40%", "--out", "p.json", "--force").err
+    assert counted in plain and "trunk to" not in plain
 
 
 def test_sweep_and_diff_write_nothing(place: Path) -> None:

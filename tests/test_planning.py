@@ -910,6 +910,12 @@ def test_trunk_precision() -> None:
     spec = replace(spec, modules=(small, *spec.modules[1:]))
     plan = plan_with(make_saliency(spec), size=size_for(spec, 0.6), trunk="8bit")
     assert "model.embed_tokens" not in plan.trunk
+    said = "rounding the trunk is no part of the predicted damage; `reap evaluate` measures it."
+    assert plan.settings["warnings"][0] == said
+    plan = plan_with(make_saliency(spec), size=size_for(spec, 1.0), trunk="8bit")
+    assert plan.settings["warnings"] == [f"{said} All would fit with --trunk source."]
+    plan = plan_with(make_saliency(spec), size=size_for(spec, 0.6))
+    assert not any("trunk" in warning for warning in plan.settings["warnings"])
     narrow = replace(spec.modules[2], elements=512 * 96, width=96)
     spec = replace(spec, modules=(small, narrow))
     plan = plan_with(make_saliency(spec), size=size_for(spec, 0.6), trunk="8bit")

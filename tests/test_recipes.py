@@ -93,7 +93,7 @@ def test_a_size_in_percent_waits_for_the_model(tmp_path: Path) -> None:
     spec = open_source("embedded").spec()
     size = settings_of(recipe.plan, lambda: spec).size
     routers = sum(spec.num_experts * spec.router_row_bytes(layer) for layer in spec.moe_layers)
-    share = (size - spec.trunk_bytes()) / (spec.experts_bytes + routers)
+    share = (size - spec.trunk_bytes() - routers) / spec.experts_bytes
     assert share == pytest.approx(0.55, abs=1e-6)
     with pytest.raises(ReapError, match="101% is not a share"):
         load_recipe(write(tmp_path, "model: org/name\nplan: {size: 101%}\n"))

@@ -816,7 +816,10 @@ def test_nothing_needed_pruning(saliency: Saliency, plan: Plan) -> None:
     )
     data = ReportData.build(saliency, whole)
     assert "Nothing needed pruning" in " ".join(data.verdict)
-    assert "Nothing needed pruning: the whole model fits, so" in Page(render(data)).words
+    assert "Nothing needed pruning: all experts fit, so" in Page(render(data)).words
+    rounded = replace(whole, trunk={"lm_head": Format(8, 64, "affine")})
+    words = Page(render(ReportData.build(saliency, rounded))).words
+    assert "predicted damage is 0, rounding the trunk to 8-bit g64 not counted." in words
 
 
 def test_damage_has_its_unit(saliency: Saliency, plan: Plan) -> None:

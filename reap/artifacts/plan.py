@@ -98,6 +98,12 @@ class Plan:
     low_rounding: Rounding = "plain"
 
     @property
+    def uncounted(self) -> str:
+        """What costs something, but is no part of `damage`, in words; "" if nothing is."""
+        labels = dict.fromkeys(format.label for format in self.trunk.values())
+        return f"rounding the trunk to {', '.join(labels)}" if labels else ""
+
+    @property
     def expert_counts(self) -> list[int]:
         """Experts kept in each decoder layer, 0 for dense layers."""
         kept = {layer.layer: len(layer.kept) for layer in self.layers}

@@ -144,13 +144,14 @@ def show_plan(plan: Plan) -> None:
         f"{_range(kept)} in a layer."
     )
     if plan.settings.get("identity"):
-        say("Everything fits: nothing needs pruning.")
+        say("All experts fit: nothing needs pruning.")
+        _say_warnings(plan)
         return
     unit = plan.settings.get("damage_unit", "")
     line_of_damage = f"Predicted damage {plan.damage:.4g} {unit}".rstrip()
     if "recipe" not in plan.settings:  # a plain recipe is not the best of anything
-        line_of_damage += f", no plan is below {plan.lower_bound:.4g}"
-    say(f"{line_of_damage}.")
+        line_of_damage += f", no plan under the same constraints is below {plan.lower_bound:.4g}"
+    say(f"{line_of_damage}{f'; {plan.uncounted} not counted' if plan.uncounted else ''}.")
     if plan.alternatives:
         say("Others at no more bytes:")
     for name, damage in plan.alternatives.items():
@@ -160,6 +161,10 @@ def show_plan(plan: Plan) -> None:
     rule = plan.settings.get("low_bank")
     if rule:
         say(rule["rule"])
+    _say_warnings(plan)
+
+
+def _say_warnings(plan: Plan) -> None:
     for warning in plan.settings.get("warnings", ()):
         say(f"warning: {warning}")
 

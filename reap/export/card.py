@@ -86,6 +86,7 @@ def _bank(formats: dict[str, Format]) -> str:
 def _damage(plan: Plan) -> str:
     unit = plan.settings.get("damage_unit", "")
     text = f"Predicted damage {plan.damage:.4g} {unit}".rstrip()
+    text += f" ({plan.uncounted} not counted)" if plan.uncounted else ""
     if "recipe" in plan.settings:
         return f"{text}; the plan is the plain recipe {plan.settings['recipe']!r}."
     return f"{text}; no plan under the same constraints is predicted below {plan.lower_bound:.4g}."

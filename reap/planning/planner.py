@@ -556,11 +556,23 @@ def _plan(
             "assumed": [*task.model.assumed, *assumed],
             "damage_unit": task.model.unit,
             "domains_kept": domains_kept(task.saliency, layers),
-            "warnings": warnings(task.saliency, layers),
+            "warnings": [*_of_trunk(task), *warnings(task.saliency, layers)],
         }
         | notes,
         low_rounding=rounding,
     )
+
+
+def _of_trunk(task: Task) -> list[str]:
+    """A sentence if the trunk is rounded, of which the damage says nothing."""
+    spec, settings = task.spec, task.settings
+    if not task.precision.trunk:
+        return []
+    said = "rounding the trunk is no part of the predicted damage; `reap evaluate` measures it."
+    routers = sum(spec.num_experts * spec.router_row_bytes(layer) for layer in spec.moe_layers)
+    if spec.trunk_bytes() + routers + spec.experts_bytes <= settings.usable(task.state):
+        said += " All would fit with --trunk source."
+    return [said]
 
 
 def _low_rounding(task: Task) -> tuple[Rounding, list[str]]:

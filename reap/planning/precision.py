@@ -118,11 +118,11 @@ def settings_of(values: Mapping[str, Any], spec: Callable[[], ModelSpec]) -> Pla
 
 
 def size_with(spec: ModelSpec, settings: PlanSettings, share: Decimal) -> int:
-    """Bytes of the weights with at most `share` of what all experts take in the source, each with
-    its rows of the router, beside the trunk as the settings have it."""
+    """Bytes of the weights with at most `share` of what all experts take in the source, beside the
+    trunk and all rows of the routers as the settings have them."""
     precision = choose_precision(spec, settings)
-    experts = spec.experts_bytes + spec.num_experts * int(precision.router_bytes.sum())
-    return precision.trunk_bytes + int(share * experts)
+    routers = spec.num_experts * int(precision.router_bytes.sum())
+    return precision.trunk_bytes + routers + int(share * spec.experts_bytes)
 
 
 def source_bank(spec: ModelSpec) -> Bank:

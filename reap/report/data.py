@@ -250,6 +250,7 @@ class ReportData:
     damage: float
     damage_unit: str
     lower_bound: float | None
+    uncounted: str
     recipe: str
     identity: bool
     low_bank_rule: str
@@ -416,6 +417,7 @@ class ReportData:
             damage=plan.damage,
             damage_unit=str(plan.settings.get("damage_unit") or ""),
             lower_bound=None if "recipe" in plan.settings else plan.lower_bound,
+            uncounted=plan.uncounted,
             recipe=str(plan.settings.get("recipe", "")),
             identity=plan.settings.get("identity") is True,
             low_bank_rule=low_bank_rule(plan),
