@@ -46,6 +46,7 @@ from reap.models.checkpoint import (
     TensorInfo,
     open_checkpoint,
     read_ranges,
+    same_bytes,
 )
 from reap.models.formats import SCALE_SUFFIX
 from reap.models.source import SourceModel
@@ -152,7 +153,7 @@ def export_hf(
         write_rest(folder, source, made, config, model_card(plan, spec, layout="hf"))
         write_json(folder / ORIGIN, _origin(plan, spec, plan_file))
         progress("checking what was written", len(pieces), len(pieces))
-        with checked(partial, out):
+        with checked(partial, out, source):
             _verify(folder, source, plan, pieces)
     carried = sum(source.checkpoint.tensors[name].nbytes for name in source.carried_names())
     return ExportResult(out, made.nbytes, made.nbytes - carried, len(pieces))
@@ -353,9 +354,8 @@ def _verify(directory: Path, source: SourceModel, plan: Plan, pieces: Sequence[P
     for piece in pieces:
         info, original = checkpoint.tensors[piece.name], source.checkpoint.tensors[piece.source]
         same = info.dtype == original.dtype and info.shape == piece.shape(original)
-        ours = read_ranges(checkpoint.ranges([piece.name]))
-        theirs = read_ranges(piece.ranges(source.checkpoint))
-        if not same or not _same_bytes(ours, theirs):
+        ours, theirs = checkpoint.ranges([piece.name]), piece.ranges(source.checkpoint)
+        if not same or not same_bytes(ours, theirs):
             raise CheckpointError(f"{piece.name} differs from the source's {piece.source}.")
     written = SourceModel(checkpoint)
     for layer in plan.layers:
@@ -365,15 +365,3 @@ def _verify(directory: Path, source: SourceModel, plan: Plan, pieces: Sequence[P
             if not mx.array_equal(found[name], expected[name]).item():
                 raise CheckpointError(f"layer {layer.layer}: {name} is not in the plan's order.")
     check_forward(written)
-
-
-def _same_bytes(ours: Iterator[bytes], theirs: Iterator[bytes]) -> bool:
-    """Whether two streams are equal, however they are cut into chunks."""
-    left = right = b""
-    while True:
-        left = left or next(ours, b"")
-        right = right or next(theirs, b"")
-        size = min(len(left), len(right))
-        if size == 0 or left[:size] != right[:size]:
-            return not left and not right
-        left, right = left[size:], right[size:]
