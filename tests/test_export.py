@@ -751,6 +751,18 @@ def test_a_disk_that_is_too_small_is_named_with_numbers(
     assert asked == [out.parent] and not out.exists()
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_a_place_that_nothing_can_be_put_in_is_found_before_anything_is_written(
+    force: bool, tmp_path: Path
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere")
+    for out, message in (link, "link is a link to nothing"), (tmp_path / ("x" * 244), "too long"):
+        with pytest.raises(ReapError, match=message):
+            write(exported(*QWEN), out, force=force)
+    assert {path.suffix for path in tmp_path.iterdir()} == {"", ".json"}
+
+
 def test_the_source_is_never_written_over(tmp_path: Path) -> None:
     source = shutil.copytree(exports.source_checkpoint("qwen3_moe"), tmp_path / "source")
     made = replace(exported(*QWEN), source=source)

@@ -22,6 +22,8 @@ def sha256(path: Path) -> str:
 
 def refuse_existing(path: Path, force: bool) -> None:
     """Raise ReapError if `path` exists and `force` is not set."""
+    if path.is_symlink() and not path.exists():
+        raise ReapError(f"{path} is a link to nothing.", "remove it, or name another place")
     if path.exists() and not force:
         raise ReapError(
             f"{path} exists already.", "pass --force to replace it, or name another place"
@@ -72,9 +74,15 @@ def put_in_place(partial: Path, path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """Put back what a crash between the two renames of `put_in_place` left set aside."""
-    if _set_aside(path).exists() and not path.exists():
-        os.rename(_set_aside(path), path)
+    """Put back what a crash between the two renames of `put_in_place` left set aside.
+
+    Raises ReapError for a place that cannot be written to, a name that is too long, say.
+    """
+    try:
+        if _set_aside(path).exists() and not path.exists():
+            os.rename(_set_aside(path), path)
+    except OSError as error:
+        raise ReapError(f"could not write {path}: {error.strerror or error}") from error
 
 
 def remove(path: Path) -> None:

@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,13 @@ from reap.export.export import (
 )
 from reap.export.partial import PartialExport, fingerprint, partial_export
 from reap.export.verify import check_forward
-from reap.export.writer import SHARD_BYTES, Shard, Writer
+from reap.export.writer import SHARD_BYTES, Shard, Writer, copied_bytes
 from reap.models.checkpoint import (
     ORIGIN,
     Checkpoint,
     Range,
     TensorInfo,
     open_checkpoint,
-    read_ranges,
     same_bytes,
 )
 from reap.models.formats import SCALE_SUFFIX
@@ -328,15 +327,22 @@ def _write_shards(
     """Write the shards that are not done."""
     by_name = {piece.name: piece for piece in pieces}
 
-    def data(names: Iterable[str]) -> Iterator[bytes]:
-        for name in names:
-            yield from read_ranges(by_name[name].ranges(checkpoint))
+    def data(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
+        header = {name: (_dtype(name, tensor), tensor.shape) for name, tensor in tensors.items()}
+        for name in tensors:
+            yield from copied_bytes(name, by_name[name].ranges(checkpoint), header)
 
     with Writer(partial) as writer:
         for number, shard in enumerate(shards):
             progress(f"writing shard {number + 1} of {len(shards)}", number, len(shards))
             if shard.name not in partial.done:
                 writer.write(shard.name, shard.tensors, data(shard.tensors), "pt")
+
+
+def _dtype(name: str, tensor: Tensor) -> str:
+    """As in the header; the scales of mxfp4 (weight_scale in K3, …_scales in gpt-oss) are E8M0."""
+    scales = tensor.dtype == "U8" and name.endswith(("_scale", "_scales"))
+    return "F8_E8M0" if scales else tensor.dtype
 
 
 # Checks after the writing

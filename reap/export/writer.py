@@ -22,7 +22,7 @@ from reap.errors import CheckpointError
 from reap.export.content import Content, Copied, Part, Tensor, tensor_of
 from reap.export.finite import Header, check_finite, finite, kind_of, not_finite, raw
 from reap.export.partial import PartialExport
-from reap.models.checkpoint import INDEX, read_ranges
+from reap.models.checkpoint import INDEX, Range, read_ranges
 from reap.progress import Progress
 
 SHARD_BYTES = 5 * 10**9
@@ -141,7 +141,7 @@ def _data(content: Content, shard: Shard, progress: Progress) -> Iterator[Any]:
                 yield from (values.view(np.uint8) for values in found.values())
             for name in wanted:
                 if isinstance(copied := module[name], Copied):
-                    yield from _copied(name, copied, header)
+                    yield from copied_bytes(name, copied.ranges, header)
 
 
 def _tensor(found: mx.array | Copied, foreseen: Tensor) -> Tensor:
@@ -151,9 +151,10 @@ def _tensor(found: mx.array | Copied, foreseen: Tensor) -> Tensor:
     return tensor_of(found)
 
 
-def _copied(name: str, copied: Copied, header: Header) -> Iterator[bytes]:
+def copied_bytes(name: str, ranges: Iterable[Range], header: Header) -> Iterator[bytes]:
+    """The bytes of a tensor. Raises CheckpointError for a value that is not finite."""
     kind = kind_of(name, header)
-    for chunk in read_ranges(copied.ranges):
+    for chunk in read_ranges(ranges):
         if kind and not finite(np.frombuffer(chunk, np.uint8), kind):
             raise not_finite(name)
         yield chunk
