@@ -15,9 +15,14 @@ from reap.errors import ArtifactError, ReapError
 
 
 def sha256(path: Path) -> str:
-    """Hex sha256 of a file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Hex sha256 of a file's bytes. Raises ArtifactError for one that cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise ArtifactError(f"{path} does not exist.") from None
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def refuse_existing(path: Path, force: bool) -> None:
