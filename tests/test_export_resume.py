@@ -319,17 +319,20 @@ def test_a_truncated_source_shard_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_source_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [os.utime, os.unlink])
+def test_a_source_that_changes_meanwhile_is_noticed(
+    change: Callable[[Path], None], tmp_path: Path
+) -> None:
     """Whether or not a sample is of what has changed."""
     model = shutil.copytree(source(), tmp_path / "model")
     shard = sorted(model.glob("model*.safetensors"))[2]
 
-    def touch(stage: str, *_: int) -> None:
+    def meanwhile(stage: str, *_: int) -> None:
         if stage == "writing the rest":
-            os.utime(shard)
+            change(shard)
 
     with pytest.raises(CheckpointError, match="model have changed while they were exported"):
-        write(tmp_path / "out", source=model, progress=touch)
+        write(tmp_path / "out", source=model, progress=meanwhile)
     assert not list(tmp_path.glob("out*.partial")) and not (tmp_path / "out").exists()
 
 

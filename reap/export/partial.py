@@ -115,7 +115,11 @@ class PartialExport:
 
     def check_source(self, source: SourceModel) -> None:
         """Raise CheckpointError if the source's files are not those that the export began with."""
-        if source.checkpoint.stamp() != self.fingerprint[_WEIGHTS]:
+        try:
+            stamp = source.checkpoint.stamp()
+        except OSError:  # one is gone
+            stamp = ""
+        if stamp != self.fingerprint[_WEIGHTS]:
             raise CheckpointError(
                 f"files of {source.checkpoint.path} have changed while they were exported.",
                 "export again when nothing changes them",
