@@ -28,7 +28,7 @@ from reap.artifacts import (
     SecondMoments,
     Waterfall,
 )
-from reap.artifacts.files import written_whole
+from reap.artifacts.files import sha256, written_whole
 from reap.artifacts.saliency import CRITERIA
 from reap.errors import ArtifactError, CalibrationError, ReapError
 
@@ -543,3 +543,10 @@ def test_a_failed_write_leaves_nothing_and_a_crash_between_renames_is_mended(
     with pytest.raises(ReapError, match="exists already"), written_whole(target):
         pass
     assert (target / "a").read_text() == "first"
+
+
+def test_what_has_no_checksum_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"absent does not exist"):
+        sha256(tmp_path / "absent")
+    with pytest.raises(ArtifactError, match=rf"{tmp_path.name} cannot be read: Is a directory"):
+        sha256(tmp_path)

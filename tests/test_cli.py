@@ -335,6 +335,8 @@ def test_a_plan_outside_the_run_needs_a_place_for_what_is_made_of_it(place: Path
     predicted = '<th scope="col">predicted, nats</th>'
     assert predicted in Path("both.html").read_text("utf-8")
     assert run("report", *rival[:2], "--out", "one.html").code == 0
+    result = run("report", *rival[:3], "nowhere.json", "--out", "none.html")
+    assert result.code == 1 and "nowhere.json does not exist" in result.error
     assert predicted not in Path("one.html").read_text("utf-8")
 
 

@@ -36,6 +36,7 @@ from reap.export import outline
 from reap.export.card import model_card
 from reap.export.content import Content, Tensor
 from reap.export.export import RUNTIME, check_plan
+from reap.export.finite import check_finite
 from reap.export.verify import verify
 from reap.export.writer import shards
 from reap.models.checkpoint import INDEX, open_checkpoint, read_ranges
@@ -248,6 +249,29 @@ def test_carried_tensors_and_files_are_untouched(shape: str) -> None:
         assert (made.path / name).read_bytes() == (made.source / name).read_bytes(), name
     if shape == "two-bank":
         assert (made.path / RUNTIME.name).read_bytes() == RUNTIME.read_bytes()
+
+
+def test_carried_tensors_of_any_kind_are_untouched(tmp_path: Path) -> None:
+    """Also of types that MLX has under another name, and called as scales of its own are."""
+    more = {
+        "mm_projector.scales": mx.full((4, 4), 255, mx.uint8),
+        "mm_projector.codes": mx.full((6,), 7, mx.uint8),
+        "mm_projector.complex": mx.ones((3,), mx.complex64),
+        "mm_projector.empty": mx.zeros((0, 4)),
+    }
+    first = "mm_projector.post_norm.weight"
+    source = models.copy_checkpoint(
+        exports.source_checkpoint("kimi_k3"),
+        tmp_path / "source",
+        lambda shard: shard | more if first in shard else shard,
+    )
+    for file in source.glob("model*.safetensors"):
+        models.relabel(file, {"mm_projector.codes"}, "F8_E4M3")
+    spec = open_source(str(source)).spec()
+    plan = exports.hand_plan(spec, exports.kept_experts(spec, "stock"))
+    exports.write(source, plan, tmp_path / "out")
+    before, after = exports.raw_tensors(source), exports.raw_tensors(tmp_path / "out")
+    assert all(after[name] == before[name] for name in more)
 
 
 @pytest.mark.parametrize("trunk", ["source", "8bit"])
@@ -512,6 +536,49 @@ def test_every_formats_own_nan_is_noticed(format: str, nan: int, fine: int, tmp_
         check(exports.damaged(made.path, tmp_path / "bad", _edited(name, _with(nan))), made)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "name",
+    ["mlp.experts.10.up_proj", "mlp.experts.6.up_proj", "self_attn.q_proj"],
+    ids=["high", "low", "trunk"],
+)
+def test_what_rounding_would_hide_is_noticed(name: str, value: float, tmp_path: Path) -> None:
+    """mx.quantize makes numbers of a NaN; neither expert is a sample or chosen by a token."""
+    name = f"model.layers.0.{name}.weight"
+    source = models.copy_checkpoint(
+        exports.source_checkpoint("qwen3_moe"),
+        tmp_path / "source",
+        _edited(name, _with(value, 700)),
+    )
+    spec = open_source(str(source)).spec()
+    kept = exports.kept_experts(spec, "two-bank")
+    assert kept[0][0][:6] == [2, 10, 8, 1, 6, 9] and kept[0][1] == 3
+    plan = exports.hand_plan(spec, kept, high="mxfp4", trunk="8bit")
+    with pytest.raises(CheckpointError, match=r"\.0\..*[uq]\w*_proj\.weight holds .* not finite"):
+        exports.write(source, plan, tmp_path / "out")
+    assert not list(tmp_path.glob("out"))
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("leaf", ["weight", "scales"])
+def test_codes_that_are_not_finite_are_noticed(kind: str, leaf: str) -> None:
+    """By what MLX makes of every code, which is a number times another."""
+    packed, scales = mx.quantize(mx.full((256, 32), float(leaf == "weight")), mode=kind)
+    codes = mx.broadcast_to(mx.arange(256, dtype=mx.uint32)[:, None] * 0x01010101, packed.shape)
+    if leaf == "scales":
+        codes = mx.broadcast_to(mx.arange(256, dtype=mx.uint8)[:, None], scales.shape)
+    made = {"weight": packed, "scales": scales} | {leaf: mx.contiguous(codes)}
+    values = mx.isfinite(mx.dequantize(*made.values(), mode=kind).astype(mx.float32))
+    for code in range(256):
+        rows = {name: array[code : code + 1] for name, array in made.items()}
+        for prefix in ("", "path."):
+            if mx.all(values[code]).item():
+                check_finite({f"{prefix}{name}": array for name, array in rows.items()})
+            else:
+                with pytest.raises(CheckpointError, match=f"{prefix}{leaf} holds"):
+                    check_finite({f"{prefix}{name}": array for name, array in rows.items()})
+
+
 def test_experts_of_another_precision_than_the_sources_are_not_compared(tmp_path: Path) -> None:
     """A high bank may be requantized, too: then only its format and finiteness are checked."""
     spec = exports.spec_of("qwen3_moe")
@@ -682,6 +749,18 @@ def test_a_disk_that_is_too_small_is_named_with_numbers(
     with pytest.raises(ReapError, match=f"needs {need:,} bytes, .* has {need - 1:,} free"):
         write(made, out)
     assert asked == [out.parent] and not out.exists()
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_a_place_that_nothing_can_be_put_in_is_found_before_anything_is_written(
+    force: bool, tmp_path: Path
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere")
+    for out, message in (link, "link is a link to nothing"), (tmp_path / ("x" * 244), "too long"):
+        with pytest.raises(ReapError, match=message):
+            write(exported(*QWEN), out, force=force)
+    assert {path.suffix for path in tmp_path.iterdir()} == {"", ".json"}
 
 
 def test_the_source_is_never_written_over(tmp_path: Path) -> None:

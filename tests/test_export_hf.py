@@ -394,6 +394,35 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 Edit = Callable[[models.Tensors], models.Tensors]
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "bits"),
+    [
+        ("qwen3_moe", "model.layers.0.mlp.experts.9.up_proj.weight", 0x7FC0),
+        ("fp8", "model.layers.2.mlp.experts.9.up_proj.weight", 0x7F),
+        ("kimi_k3", EXPERT["kimi_k3"].format(1, 9) + "w2.weight_scale", 0xFF),
+    ],
+)
+def test_what_is_not_finite_is_noticed_in_experts_that_no_token_chooses(
+    family: str, name: str, bits: int, tmp_path: Path
+) -> None:
+    def edit(shard: models.Tensors) -> models.Tensors:
+        for found in shard.keys() & {name}:
+            values = np.array(shard[found].view(mx.uint8 if bits < 256 else mx.uint16))
+            values[-1, -1] = bits
+            shard[found] = mx.array(values).view(shard[found].dtype)
+        return shard
+
+    source = models.copy_checkpoint(source_of(family), tmp_path / "source", edit)
+    raw = exports.raw_tensors(source_of(family))
+    codes = {n for n, t in raw.items() if t.dtype == "F8_E4M3"}
+    for file in source.glob("model*.safetensors"):
+        models.relabel(file, codes, "F8_E4M3")
+    spec = open_source(str(source)).spec()
+    plan = exports.hand_plan(spec, exports.kept_experts(spec, "identity"))
+    with pytest.raises(CheckpointError, match=rf"{name} holds a value that is not finite"):
+        write(source, plan, tmp_path / "out")
+
+
 def flipped(name: str) -> Edit:
     """An edit that changes one bit of a tensor."""
 

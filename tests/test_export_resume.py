@@ -319,6 +319,37 @@ def test_a_truncated_source_shard_is_refused_by_name(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("change", [os.utime, os.unlink])
+def test_a_source_that_changes_meanwhile_is_noticed(
+    change: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """Whether or not a sample is of what has changed."""
+    model = shutil.copytree(source(), tmp_path / "model")
+    shard = sorted(model.glob("model*.safetensors"))[2]
+
+    def meanwhile(stage: str, *_: int) -> None:
+        if stage == "writing the rest":
+            change(shard)
+
+    with pytest.raises(CheckpointError, match="model have changed while they were exported"):
+        write(tmp_path / "out", source=model, progress=meanwhile)
+    assert not list(tmp_path.glob("out*.partial")) and not (tmp_path / "out").exists()
+
+
+def test_what_mlx_cannot_read_is_no_bug(tmp_path: Path) -> None:
+    """Truncated after its header was read, as if the disk failed."""
+    shard = tmp_path / "a.safetensors"
+    mx.save_safetensors(str(shard), {"a": mx.zeros((1000,))})
+    arrays: Any = mx.load(str(shard))
+    os.truncate(shard, 2000)
+    with (
+        pytest.raises(CheckpointError, match="cannot be read any more: "),
+        partials.partial_export(tmp_path / "out", {}, resume=False, force=False),
+    ):
+        mx.eval(arrays)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
+
+
 # Reading and memory
 
 

@@ -446,6 +446,32 @@ def test_an_unknown_type_of_tensor_is_named(dtype: str, tmp_path: Path) -> None:
         open_source(str(copy))
 
 
+def test_a_type_that_mlx_does_not_load_is_named_wherever_it_is(tmp_path: Path) -> None:
+    name = "vision_tower.extra"
+    copy = models.copy_checkpoint(
+        exports.source_checkpoint("kimi_k3"),
+        tmp_path / "copy",
+        lambda shard: shard | {name: mx.zeros((2,), mx.int64)},
+    )
+    for file in copy.glob("model*.safetensors"):
+        models.relabel(file, {name}, "F64")
+    with pytest.raises(CheckpointError, match=f"{name} is stored as F64; MLX"):
+        open_source(str(copy))
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+def test_experts_of_several_types_are_refused(dtype: mx.Dtype, tmp_path: Path) -> None:
+    """mlx-lm would widen them all; bytes of different types cannot be put one after the other."""
+    other = "model.layers.2.mlp.experts.5.up_proj.weight"
+    copy = models.copy_checkpoint(
+        exports.source_checkpoint("qwen3_moe"),
+        tmp_path / "copy",
+        lambda shard: {n: a.astype(dtype) if n == other else a for n, a in shard.items()},
+    )
+    with pytest.raises(CheckpointError, match=rf"{other} has type F\d+, those .* have BF16"):
+        open_source(str(copy)).spec()
+
+
 def test_fused_experts_that_mlx_lm_does_not_take_apart_are_named(tmp_path: Path) -> None:
     """As transformers 5 holds Qwen3-MoE in memory; its files have experts apart."""
 

@@ -15,13 +15,20 @@ from reap.errors import ArtifactError, ReapError
 
 
 def sha256(path: Path) -> str:
-    """Hex sha256 of a file's bytes."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Hex sha256 of a file's bytes. Raises ArtifactError for one that cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        raise ArtifactError(f"{path} does not exist.") from None
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def refuse_existing(path: Path, force: bool) -> None:
     """Raise ReapError if `path` exists and `force` is not set."""
+    if path.is_symlink() and not path.exists():
+        raise ReapError(f"{path} is a link to nothing.", "remove it, or name another place")
     if path.exists() and not force:
         raise ReapError(
             f"{path} exists already.", "pass --force to replace it, or name another place"
@@ -72,9 +79,15 @@ def put_in_place(partial: Path, path: Path) -> None:
 
 
 def recover(path: Path) -> None:
-    """Put back what a crash between the two renames of `put_in_place` left set aside."""
-    if _set_aside(path).exists() and not path.exists():
-        os.rename(_set_aside(path), path)
+    """Put back what a crash between the two renames of `put_in_place` left set aside.
+
+    Raises ReapError for a place that cannot be written to, a name that is too long, say.
+    """
+    try:
+        if _set_aside(path).exists() and not path.exists():
+            os.rename(_set_aside(path), path)
+    except OSError as error:
+        raise ReapError(f"could not write {path}: {error.strerror or error}") from error
 
 
 def remove(path: Path) -> None:

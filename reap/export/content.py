@@ -9,6 +9,7 @@ from functools import cached_property
 import mlx.core as mx
 
 from reap.artifacts import Format, LayerPlan, ModelSpec, Plan, Projection
+from reap.export.finite import check_finite
 from reap.export.low_bank import LowBank
 from reap.models.checkpoint import Range, dtype_name
 from reap.models.quantize import quantized, stored_as
@@ -69,8 +70,12 @@ class Content:
         return {part: self._foreseen(part) for part in self.parts}
 
     def _foreseen(self, part: Part) -> dict[str, Tensor]:
-        found = {n: tensor_of(a) for arrays in self._others(part) for n, a in arrays.items()}
-        if part is None or part not in self._layers:
+        others = (self._as_planned(path, module) for path, module in self._others(part))
+        found = {n: tensor_of(a) for module in others for n, a in module.items()}
+        if part is None:
+            infos = {n: self.source.checkpoint.tensors[n] for n in self.source.carried_names()}
+            return found | {n: Tensor(i.dtype, i.shape, i.nbytes) for n, i in infos.items()}
+        if part not in self._layers:
             return found
         one = self._experts(part, self._layers[part].kept[:1])
         for bank, ids in banks(self._layers[part]).items():
@@ -83,9 +88,17 @@ class Content:
     def modules(self, part: Part, wanted: Iterable[str]) -> Iterator[Module]:
         """The tensors of a part, lazily, one module after the other: those with a wanted one."""
         paths = {name.rpartition(".")[0] for name in wanted}
-        for arrays in self._others(part):
-            if not paths.isdisjoint(name.rpartition(".")[0] for name in arrays):
-                yield arrays
+        for path, module in self._others(part):
+            if path in paths:
+                if path in self.plan.trunk:
+                    check_finite(module, f"{path}.")
+                yield self._as_planned(path, module)
+        if part is None:
+            carried, ranges = self.source.carried_names(), self.source.checkpoint.ranges
+            for path in dict.fromkeys(name.rpartition(".")[0] for name in carried):
+                names = [name for name in carried if name.rpartition(".")[0] == path]
+                if path in paths:
+                    yield {name: Copied(ranges([name])) for name in names}
         if part is None or part not in self._layers:
             return
         for bank, ids in banks(self._layers[part]).items():
@@ -114,31 +127,31 @@ class Content:
             total += source.read_bytes(index, layer.kept if layer else None)
         return total
 
-    def _others(self, part: Part) -> Iterator[dict[str, mx.array]]:
-        """What is no routed expert, lazily, one module after the other; as planned."""
+    def _others(self, part: Part) -> Iterator[tuple[str, dict[str, mx.array]]]:
+        """What is loaded and no routed expert, lazily and as in the source, by module path."""
         if part is None:
             arrays = self.source.trunk_weights()
-            carried = self.source.checkpoint.load(self.source.carried_names())
         else:
             layer = self._layers.get(part)
             experts = f"{self.source.family.experts}."
             kept = layer.kept if layer else None
             weights = self.source.layer_weights(part, kept, some=kept and kept[:1])
-            prefix, carried = self.source.layer_prefix(part), {}
+            prefix = self.source.layer_prefix(part)
             arrays = {
                 f"{prefix}.{name}": array
                 for name, array in weights.items()
                 if layer is None or not name.startswith(experts)
             }
             del weights
+        for path in dict.fromkeys(name.rpartition(".")[0] for name in arrays):
+            names = [name for name in arrays if name.rpartition(".")[0] == path]
+            yield path, {name.rpartition(".")[2]: arrays.pop(name) for name in names}
+
+    def _as_planned(self, path: str, module: dict[str, mx.array]) -> dict[str, mx.array]:
         trunk = self.plan.trunk
-        for rest in (arrays, carried):
-            for path in dict.fromkeys(name.rpartition(".")[0] for name in rest):
-                names = [name for name in rest if name.rpartition(".")[0] == path]
-                module = {name.rpartition(".")[2]: rest.pop(name) for name in names}
-                if path in trunk and "weight" in module:
-                    module = stored_as(module, self._stored[path], trunk[path])
-                yield {f"{path}.{leaf}" if path else leaf: a for leaf, a in module.items()}
+        if path in trunk and "weight" in module:
+            module = stored_as(module, self._stored[path], trunk[path])
+        return {f"{path}.{leaf}" if path else leaf: array for leaf, array in module.items()}
 
     @cached_property
     def _stored(self) -> dict[str, Format]:
@@ -178,6 +191,7 @@ class Content:
             some = {leaf: array[chunk] for leaf, array in arrays.items()}
             if alone:
                 some = self.source.some_experts(part, ids[chunk], [name])[name]
+            check_finite(some, f"{path}.")  # rounding hides NaN, in the MX formats infinity, too
             stored = stored_as(some, projection.format, self._formats[path], quantize)
             mx.eval(stored)
             chunks.append(stored)

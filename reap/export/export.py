@@ -125,7 +125,7 @@ def export(
         folder = partial.checkpoint
         write_rest(folder, source, made, config, model_card(plan, spec))
         progress("checking what was written", 0, 1)
-        with checked(partial, out):
+        with checked(partial, out, source):
             tensors = verify(
                 folder, source, plan, spec, saliency=low_bank.saliency, progress=progress
             )
@@ -146,9 +146,10 @@ def write_rest(
 
 
 @contextmanager
-def checked(partial: PartialExport, out: Path) -> Iterator[None]:
+def checked(partial: PartialExport, out: Path, source: SourceModel) -> Iterator[None]:
     """Check the export inside; then it gets its manifest and its place, or is removed."""
     try:
+        partial.check_source(source)
         yield
     except ReapError:
         partial.remove()  # taking it up again would end here again

@@ -10,19 +10,26 @@ import numpy as np
 from reap.errors import CheckpointError
 from reap.models.checkpoint import dtype_name
 
-# All bits of the exponent, by the dtypes' names in safetensors.
-_EXPONENT = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
+# Bytes of a value, and the bits that are all set in what is NaN or infinite, by safetensors' names
+# and those of the MX formats' codes.
+_NOT_FINITE = {
+    **{"BF16": (2, 0x7F80), "F16": (2, 0x7C00), "F32": (4, 0x7F800000)},
+    **{"F64": (8, 0x7FF0000000000000), "E8M0": (1, 0xFF), "E4M3": (1, 0x7F)},
+    **{"F8_E8M0": (1, 0xFF), "F8_E4M3": (1, 0x7F), "F8_E5M2": (1, 0x7C)},
+}
 
-_BLOCK = 2**18  # elements whose temporaries stay in a processor's cache
+_BLOCK = 2**19  # bytes whose temporaries stay in a processor's cache
+
+Header = Mapping[str, tuple[str, Sequence[int]]]
+"""Dtype, in safetensors' spelling, and shape of tensors by name."""
 
 
 def check_finite(tensors: Mapping[str, mx.array], prefix: str = "") -> None:
-    """Raise CheckpointError for a value, or a scale of the MX formats, that is NaN or infinite."""
-    scales = {n for n, a in tensors.items() if is_scales(n, dtype_name(a.dtype))}
-    looked_at = {n: a for n, a in tensors.items() if n in scales or _dtype(a) in _EXPONENT}
-    for name, values in raw(looked_at).items():
-        weight = tensors[weight_of(name)].shape if name in scales else None
-        if not finite(values, _dtype(tensors[name]), tensors[name].shape, weight):
+    """Raise CheckpointError for a value, or a code of the MX formats, that is NaN or infinite."""
+    header = {name: (dtype_name(a.dtype), a.shape) for name, a in tensors.items()}
+    kinds = {name: kind for name in tensors if (kind := kind_of(name, header))}
+    for name, values in raw({name: tensors[name] for name in kinds}).items():
+        if not finite(values, kinds[name]):
             raise not_finite(f"{prefix}{name}")
 
 
@@ -30,27 +37,29 @@ def not_finite(name: str) -> CheckpointError:
     return CheckpointError(f"{name} holds a value that is not finite.")
 
 
-def is_scales(name: str, dtype: str) -> bool:
-    """Whether a tensor holds the scales of one of the MX formats."""
-    return dtype == "U8" and name.endswith(".scales")
+def kind_of(name: str, header: Header) -> str | None:
+    """How a tensor's bits are to be read by `finite`; None if all that they can be is finite.
+
+    Scales of the MX formats are E8M0, in nvfp4 E4M3, as are the matrices of mxfp8: groups of 32
+    codes of 4 bits, of 16 and of 32 of 8 bits, which are 4, 2 and 8 words of the matrix a scale.
+    """
+    dtype, leaf = header[name][0], name.rpartition(".")[2]
+    if dtype in _NOT_FINITE:
+        return dtype
+    path = name.removesuffix(leaf)
+    codes, scales = header.get(f"{path}weight"), header.get(f"{path}scales")
+    if not codes or not scales or (codes[0], scales[0]) != ("U32", "U8"):
+        return None
+    words = codes[1][-1] // scales[1][-1]
+    kinds = {"weight": {8: "E4M3"}.get(words), "scales": "E4M3" if words == 2 else "E8M0"}
+    return kinds.get(leaf)
 
 
-def weight_of(scales: str) -> str:
-    return f"{scales.removesuffix('.scales')}.weight"
-
-
-def finite(
-    values: np.ndarray, dtype: str, shape: Sequence[int], weight: Sequence[int] | None = None
-) -> bool:
-    """Of the bits of a tensor, or of some of it: unsigned integers. `weight`: for scales (E8M0, or
-    E4M3 in nvfp4, which has 16 codes of 4 bits a group), the shape of the packed matrix."""
-    if weight is not None:
-        nvfp4 = 8 * weight[-1] == 16 * shape[-1]
-        return not np.any((values & 127) == 127 if nvfp4 else values == 255)
-    mask = _EXPONENT.get(dtype)
-    if mask is None:
-        return True
-    blocks = (values[i : i + _BLOCK] for i in range(0, values.size, _BLOCK))
+def finite(values: np.ndarray, kind: str) -> bool:
+    """Of the bits of a tensor, or of some of it: unsigned integers."""
+    size, mask = _NOT_FINITE[kind]
+    values, step = values.view(f"u{size}"), _BLOCK // size
+    blocks = (values[i : i + step] for i in range(0, values.size, step))
     return not any(np.any((block & mask) == mask) for block in blocks)
 
 
@@ -63,7 +72,3 @@ def raw(arrays: Mapping[str, mx.array]) -> dict[str, np.ndarray]:
     }
     mx.eval(views)
     return {name: np.array(view, copy=False) for name, view in views.items()}
-
-
-def _dtype(array: mx.array) -> str:
-    return dtype_name(array.dtype)

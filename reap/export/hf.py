@@ -14,7 +14,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,14 @@ from reap.export.export import (
 )
 from reap.export.partial import PartialExport, fingerprint, partial_export
 from reap.export.verify import check_forward
-from reap.export.writer import SHARD_BYTES, Shard, Writer
+from reap.export.writer import SHARD_BYTES, Shard, Writer, copied_bytes
 from reap.models.checkpoint import (
     ORIGIN,
     Checkpoint,
     Range,
     TensorInfo,
     open_checkpoint,
-    read_ranges,
+    same_bytes,
 )
 from reap.models.formats import SCALE_SUFFIX
 from reap.models.source import SourceModel
@@ -152,7 +152,7 @@ def export_hf(
         write_rest(folder, source, made, config, model_card(plan, spec, layout="hf"))
         write_json(folder / ORIGIN, _origin(plan, spec, plan_file))
         progress("checking what was written", len(pieces), len(pieces))
-        with checked(partial, out):
+        with checked(partial, out, source):
             _verify(folder, source, plan, pieces)
     carried = sum(source.checkpoint.tensors[name].nbytes for name in source.carried_names())
     return ExportResult(out, made.nbytes, made.nbytes - carried, len(pieces))
@@ -327,15 +327,22 @@ def _write_shards(
     """Write the shards that are not done."""
     by_name = {piece.name: piece for piece in pieces}
 
-    def data(names: Iterable[str]) -> Iterator[bytes]:
-        for name in names:
-            yield from read_ranges(by_name[name].ranges(checkpoint))
+    def data(tensors: Mapping[str, Tensor]) -> Iterator[bytes]:
+        header = {name: (_dtype(name, tensor), tensor.shape) for name, tensor in tensors.items()}
+        for name in tensors:
+            yield from copied_bytes(name, by_name[name].ranges(checkpoint), header)
 
     with Writer(partial) as writer:
         for number, shard in enumerate(shards):
             progress(f"writing shard {number + 1} of {len(shards)}", number, len(shards))
             if shard.name not in partial.done:
                 writer.write(shard.name, shard.tensors, data(shard.tensors), "pt")
+
+
+def _dtype(name: str, tensor: Tensor) -> str:
+    """As in the header; the scales of mxfp4 (weight_scale in K3, …_scales in gpt-oss) are E8M0."""
+    scales = tensor.dtype == "U8" and name.endswith(("_scale", "_scales"))
+    return "F8_E8M0" if scales else tensor.dtype
 
 
 # Checks after the writing
@@ -353,9 +360,8 @@ def _verify(directory: Path, source: SourceModel, plan: Plan, pieces: Sequence[P
     for piece in pieces:
         info, original = checkpoint.tensors[piece.name], source.checkpoint.tensors[piece.source]
         same = info.dtype == original.dtype and info.shape == piece.shape(original)
-        ours = read_ranges(checkpoint.ranges([piece.name]))
-        theirs = read_ranges(piece.ranges(source.checkpoint))
-        if not same or not _same_bytes(ours, theirs):
+        ours, theirs = checkpoint.ranges([piece.name]), piece.ranges(source.checkpoint)
+        if not same or not same_bytes(ours, theirs):
             raise CheckpointError(f"{piece.name} differs from the source's {piece.source}.")
     written = SourceModel(checkpoint)
     for layer in plan.layers:
@@ -365,15 +371,3 @@ def _verify(directory: Path, source: SourceModel, plan: Plan, pieces: Sequence[P
             if not mx.array_equal(found[name], expected[name]).item():
                 raise CheckpointError(f"layer {layer.layer}: {name} is not in the plan's order.")
     check_forward(written)
-
-
-def _same_bytes(ours: Iterator[bytes], theirs: Iterator[bytes]) -> bool:
-    """Whether two streams are equal, however they are cut into chunks."""
-    left = right = b""
-    while True:
-        left = left or next(ours, b"")
-        right = right or next(theirs, b"")
-        size = min(len(left), len(right))
-        if size == 0 or left[:size] != right[:size]:
-            return not left and not right
-        left, right = left[size:], right[size:]

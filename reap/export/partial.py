@@ -20,9 +20,10 @@ import mlx.core as mx
 from reap import __version__
 from reap.artifacts.files import put_in_place, remove, sha256
 from reap.artifacts.partial import ANEW, code_sha256, difference, locked, sync, write_synced
-from reap.errors import ReapError
+from reap.errors import CheckpointError, ReapError
 from reap.models.source import SourceModel
 
+_WEIGHTS = "the model's weights"
 FORMAT, VERSION = "reap-export-progress", 1
 
 
@@ -38,7 +39,7 @@ def fingerprint(source: SourceModel, plan_file: Path, saliency: str | None) -> d
         "mlx-lm's version": version("mlx-lm"),
         "the device": str(mx.default_device().type),
         "the model's config.json": sha256(source.checkpoint.path / "config.json"),
-        "the model's weights": source.checkpoint.stamp(),
+        _WEIGHTS: source.checkpoint.stamp(),
         "the plan": sha256(plan_file),
         "the saliency file": saliency,
     }
@@ -112,6 +113,18 @@ class PartialExport:
         }
         write_synced(self._progress, json.dumps(data).encode())
 
+    def check_source(self, source: SourceModel) -> None:
+        """Raise CheckpointError if the source's files are not those that the export began with."""
+        try:
+            stamp = source.checkpoint.stamp()
+        except OSError:  # one is gone
+            stamp = ""
+        if stamp != self.fingerprint[_WEIGHTS]:
+            raise CheckpointError(
+                f"files of {source.checkpoint.path} have changed while they were exported.",
+                "export again when nothing changes them",
+            )
+
     def remove(self) -> None:
         """Drop what is there, but for the lock. Raises ReapError for what is not of an export."""
         ours = {"lock", "checkpoint", "progress.json", "progress.json.partial"}
@@ -171,6 +184,12 @@ def partial_export(
                 if not partial.done:
                     with suppress(OSError):
                         remove(partial.directory)
+    except RuntimeError as error:
+        if not str(error).startswith("[read]"):  # MLX, of a file that ends early or a bad disk
+            raise
+        raise CheckpointError(
+            f"a file cannot be read any more: {error}", "is the source being changed?"
+        ) from error
     except OSError as error:
         raise ReapError(
             f"could not write {out}: {error.strerror or error}",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,9 +20,9 @@ import numpy as np
 from reap.artifacts.partial import sync
 from reap.errors import CheckpointError
 from reap.export.content import Content, Copied, Part, Tensor, tensor_of
-from reap.export.finite import check_finite, finite, is_scales, not_finite, raw, weight_of
+from reap.export.finite import Header, check_finite, finite, kind_of, not_finite, raw
 from reap.export.partial import PartialExport
-from reap.models.checkpoint import INDEX, read_ranges
+from reap.models.checkpoint import INDEX, Range, read_ranges
 from reap.progress import Progress
 
 SHARD_BYTES = 5 * 10**9
@@ -127,6 +126,7 @@ def _data(content: Content, shard: Shard, progress: Progress) -> Iterator[Any]:
             what = f"layer {part} ({part + 1} of {total - 1})"
         progress(f"writing {what}", total - 1 if part is None else part, total)
         awaited = iter(tensors.items())
+        header = {n: (tensor.dtype, tensor.shape) for n, tensor in content.foreseen[part].items()}
         for module in content.modules(part, tensors):
             wanted = [name for name in module if name in tensors]
             for name in wanted:
@@ -141,7 +141,7 @@ def _data(content: Content, shard: Shard, progress: Progress) -> Iterator[Any]:
                 yield from (values.view(np.uint8) for values in found.values())
             for name in wanted:
                 if isinstance(copied := module[name], Copied):
-                    yield from _copied(name, copied, content.foreseen[part])
+                    yield from copied_bytes(name, copied.ranges, header)
 
 
 def _tensor(found: mx.array | Copied, foreseen: Tensor) -> Tensor:
@@ -151,12 +151,11 @@ def _tensor(found: mx.array | Copied, foreseen: Tensor) -> Tensor:
     return tensor_of(found)
 
 
-def _copied(name: str, copied: Copied, foreseen: Mapping[str, Tensor]) -> Iterator[bytes]:
-    tensor = foreseen[name]
-    unsigned = f"u{tensor.nbytes // math.prod(tensor.shape)}"
-    weight = foreseen[weight_of(name)].shape if is_scales(name, tensor.dtype) else None
-    for chunk in read_ranges(copied.ranges):
-        if not finite(np.frombuffer(chunk, unsigned), tensor.dtype, tensor.shape, weight):
+def copied_bytes(name: str, ranges: Iterable[Range], header: Header) -> Iterator[bytes]:
+    """The bytes of a tensor. Raises CheckpointError for a value that is not finite."""
+    kind = kind_of(name, header)
+    for chunk in read_ranges(ranges):
+        if kind and not finite(np.frombuffer(chunk, np.uint8), kind):
             raise not_finite(name)
         yield chunk
 
@@ -172,6 +171,7 @@ class Writer:
         self._partial = partial
         self._hashing, self._ending = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._hashes: deque[tuple[int, Future[None]]] = deque()
+        self._waiting = 0
         self._files: list[tuple[str, Future[str]]] = []
 
     def __enter__(self) -> Writer:
@@ -195,6 +195,7 @@ class Writer:
             for buffer in chain([_header(tensors, kind)], data):
                 self._make_room(len(buffer))
                 self._hashes.append((len(buffer), self._hashing.submit(digest.update, buffer)))
+                self._waiting += len(buffer)
                 _write(file, buffer)
         # After the last bytes: one thread hashes all, in this order.
         hashed = self._hashing.submit(digest.hexdigest)
@@ -204,8 +205,13 @@ class Writer:
 
     def _make_room(self, nbytes: int) -> None:
         """Wait until little is left to be hashed."""
-        while self._hashes and sum(size for size, _ in self._hashes) + nbytes > _WAITING:
-            self._hashes.popleft()[1].result()
+        while self._hashes:
+            size, hashed = self._hashes[0]
+            if self._waiting + nbytes <= _WAITING and not hashed.done():
+                return
+            hashed.result()
+            self._hashes.popleft()
+            self._waiting -= size
 
     def _commit(self) -> None:
         name, digest = self._files.pop(0)

@@ -170,6 +170,20 @@ def read_ranges(ranges: Iterable[Range]) -> Iterator[bytes]:
                     yield chunk
 
 
+def same_bytes(ours: Iterable[Range], theirs: Iterable[Range]) -> bool:
+    """Whether the bytes of ranges are those of others, however they are divided. Raises as
+    `read_ranges`."""
+    left_over, right_over = read_ranges(ours), read_ranges(theirs)
+    left = right = b""
+    while True:
+        left = left or next(left_over, b"")
+        right = right or next(right_over, b"")
+        size = min(len(left), len(right))
+        if size == 0 or left[:size] != right[:size]:
+            return not left and not right
+        left, right = left[size:], right[size:]
+
+
 def mlx_dtype(name: str) -> mx.Dtype:
     """Of a dtype as safetensors spells it."""
     return _DTYPES[name]

@@ -32,6 +32,12 @@ _DTYPES = {
     "fp8": _PLAIN | {"F8_E4M3"},
 }
 
+# Also in what is carried or left out: MLX takes a file as a whole.
+_LOADABLE = {
+    *("U8", "U16", "U32", "U64", "I8", "I16", "I32", "I64", "BOOL"),
+    *("F16", "BF16", "F32", "C64", "F8_E4M3", "F8_E8M0"),
+}
+
 Block = tuple[int, int]
 
 
@@ -54,6 +60,11 @@ def fp8_block(
             )
         if name.endswith(".global_scale"):
             raise _unreadable("nvfp4 with a scale per tensor")
+    for name, info in checkpoint.tensors.items():
+        if info.dtype not in _LOADABLE:
+            raise CheckpointError(
+                f"{checkpoint.path}: {name} is stored as {info.dtype}; MLX loads no file with it."
+            )
     if block:
         _check_scales(checkpoint, names, block)
     return block

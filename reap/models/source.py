@@ -339,28 +339,29 @@ class SourceModel:
 
     def _check_experts(self, index: int, names: Sequence[str]) -> None:
         """Whether all experts that are stored apart are there and alike, by the headers."""
-        found: dict[tuple[str, str], dict[int, tuple[int, ...]]] = defaultdict(dict)
+        found: dict[tuple[str, str], dict[int, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
         for name in names:
             if parts := self._expert_name(name):
-                shape = self.checkpoint.tensors[name].shape
-                found[parts[0], parts[2]][parts[1]] = shape
-        held = {expert for shapes in found.values() for expert in shapes}
+                info = self.checkpoint.tensors[name]
+                found[parts[0], parts[2]][parts[1]] = info.dtype, info.shape
+        held = {expert for kinds in found.values() for expert in kinds}
         if held and held != set(range(self.num_experts)):
             raise CheckpointError(
                 f"{self.checkpoint.path}: {self.layer_prefix(index)} has {len(held)} experts, "
                 f"config.json says {self.num_experts}."
             )
-        for (head, tail), shapes in found.items():
-            usual = Counter(shapes.values()).most_common(1)[0][0]
+        for (head, tail), kinds in found.items():
+            usual = Counter(kinds.values()).most_common(1)[0][0]
             for expert in sorted(held):
                 name = f"{head}{expert}{tail}"
-                if expert not in shapes:
+                if expert not in kinds:
                     raise CheckpointError(f"{self.checkpoint.path} lacks {name}.")
-                if shapes[expert] != usual:
-                    raise CheckpointError(
-                        f"{self.checkpoint.path}: {name} has shape {shapes[expert]}, those of the "
-                        f"other experts have {usual}."
-                    )
+                for what, own, others in zip(("type", "shape"), kinds[expert], usual):
+                    if own != others:
+                        raise CheckpointError(
+                            f"{self.checkpoint.path}: {name} has {what} {own}, those of the other "
+                            f"experts have {others}."
+                        )
 
     def _is_router(self, name: str) -> bool:
         """A router tensor, or the scales and biases of a quantized one; `name` from the layer."""
