@@ -338,6 +338,20 @@ def test_a_plan_outside_the_run_needs_a_place_for_what_is_made_of_it(place: Path
     assert predicted not in Path("one.html").read_text("utf-8")
 
 
+def test_report_says_what_its_page_warns_of(place: Path) -> None:
+    assert run("plan", "--size", "8MB", "--out", "other.json").code == 0
+    shorter = json.loads((RUN / "evaluation.json").read_text("utf-8")) | {"sequence_length": 99}
+    Path("e.json").write_text(json.dumps(shorter | {"label": "rival"}), "utf-8")
+    page = ("report", "--rival", "e.json", "--rival-plan", "other.json", "--out", "r.html")
+    warned = [line for line in run(*page).err.splitlines() if line.startswith("warning: ")]
+    assert any("belong to none of the evaluations" in line for line in warned)
+    assert "warning: “rival” is not comparable: another sequence length." in warned
+
+    (RUN / "evaluation.json").unlink()
+    alone = run(*page, "--force").err
+    assert "warning: Nothing is compared: there is no evaluation of this plan." in alone
+
+
 def test_a_run_s_own_report_is_renewed(place: Path) -> None:
     assert run("report").code == 0
     assert run("report").code == 0
@@ -806,7 +820,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "unit": (("plan", "--budget", "512G", "--force"), "'512G' is not a size."),
     "size too small": (
         ("plan", "--size", "1MB", "--force"),
-        "1.0 MB (1000000 bytes) of weights are too few: the smallest plan",
+        "1.0 MB (1,000,000 bytes) of weights are too few: the smallest plan",
     ),
     "budget too small": (
         ("plan", "--budget", "2MB", "--context", "100", "--force"),
@@ -838,6 +852,10 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "sweep without covariances": (
         ("plan", "--size", "9.6MB", "--sweep", "--low-rounding", "feedback"),
         "rounding with feedback needs covariances",
+    ),
+    "rival's plan alone": (
+        ("report", "--rival-plan", "runs/tiny-k3/plan.json", "--out", "r"),
+        "--rival-plan has no use without --rival.",
     ),
     "layout": ((*PLAN, "--layout", "x"), "unknown layout 'x'."),
     "format": ((*PLAN, "--low", "9bit"), "unknown low precision '9bit'."),
@@ -931,7 +949,7 @@ def test_fault_is_an_error_and_nothing_is_written(broken: Path, fault: str) -> N
 def test_too_small_a_budget_names_the_smallest(broken: Path) -> None:
     with working_in(broken):
         message = run("plan", "--size", "1MB", "--out", "p.json").error
-        smallest = int(re.findall(r"\((\d+) bytes\)", message)[-1])
+        smallest = int(re.findall(r"\(([\d,]+) bytes\)", message)[-1].replace(",", ""))
 
         assert "are too few" in run("plan", "--size", str(smallest - 1), "--out", "p.json").error
         assert run("plan", "--size", str(smallest), "--out", "p.json").code == 0
