@@ -259,7 +259,10 @@ def test_newest_calibration_is_the_run(place: Path) -> None:
     os.utime(other / "saliency.safetensors", (new, new))
 
     assert run("plan", "--size", "9.6MB", "--json").json["plan"] == "runs/other/plan.json"
-    assert run("report", "--json").json["report"] == "runs/other/report.html"
+    result = run("report", "--json")
+    assert result.json["report"] == "runs/other/report.html"
+    assert result.err.count("run: runs/other\n") == 1
+    assert "run: " not in run("report", "--run", "runs/other").err
 
     os.utime(RUN / "saliency.safetensors", (new + 1, new + 1))
     assert "runs/tiny-k3/plan.json exists already" in run("plan", "--size", "9.6MB").error
@@ -353,7 +356,8 @@ def test_report_says_what_its_page_warns_of(place: Path) -> None:
 
 
 def test_a_run_s_own_report_is_renewed(place: Path) -> None:
-    assert run("report").code == 0
+    first = run("report")
+    assert first.code == 0 and "run: " not in first.err  # there is no other
     assert run("report").code == 0
 
 
@@ -440,7 +444,7 @@ def test_model_is_found_however_it_is_written(empty: Path, written: str) -> None
 def test_inspect_shows_every_kind_of_file(place_with_checkpoint: Path) -> None:
     expected = {
         "saliency.safetensors": ("never_routed", "5 MoE layers of 64 experts"),
-        "plan.json": ("alternatives", "experts kept"),
+        "plan.json": ("alternatives", "over that of dropping it (kappa)."),
         "evaluation.json": ("mean_kl", "same top token"),
         "checkpoint": ("expert_counts", "2-bit g128"),
     }
