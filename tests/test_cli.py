@@ -474,7 +474,24 @@ def test_inspect_shows_every_kind_of_file(place_with_checkpoint: Path) -> None:
 def test_inspect_names_the_files_of_a_run(place_with_checkpoint: Path) -> None:
     result = run("inspect", RUN)
     assert (result.code, result.error) == (1, f"{RUN} is a run, not a checkpoint.")
-    assert f"{RUN / 'plan.json'}, {RUN / 'evaluation.json'}, {RUN / 'checkpoint'}" in result.err
+    files = f"{RUN / 'plan.json'}, {RUN / 'evaluation.json'}, {RUN / 'checkpoint'}"
+    assert files in result.err
+    runs, settings = run("inspect", "runs"), run("inspect", RUN / "run.json")
+    assert runs.error == "runs holds runs, it is not a checkpoint."
+    assert f"a file of {RUN}; e.g. {RUN / 'saliency.safetensors'}" in runs.err
+    assert settings.error == f"{RUN / 'run.json'} says only which model the run is of."
+    assert files in settings.err
+
+
+def test_inspect_names_all_that_is_wrong_with_a_checkpoint(place_with_checkpoint: Path) -> None:
+    checkpoint = place_with_checkpoint / RUN / "checkpoint"
+    (checkpoint / "notes.txt").write_text("mine")
+    shown = run("inspect", checkpoint, "--json")  # it changes nothing, so it is only told
+    extra = [file["path"] for file in shown.json["files"] if file["status"] == "extra"]
+    assert (shown.code, extra) == (0, ["notes.txt"])
+    (checkpoint / "generation_config.json").unlink()
+    said = run("inspect", checkpoint).error
+    assert "generation_config.json is missing, notes.txt is extra." in said
 
 
 # Merge
@@ -923,6 +940,10 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "newer plan": (("export", "--plan", "newer.json"), "has reap.plan version 99"),
     "damaged": (("inspect", "damaged.json"), "damaged.json is damaged"),
     "nothing": (("inspect", "nothing"), "nothing does not exist."),
+    "folder as diff": (
+        ("plan", "--diff", "folder", "--out", f"{RUN}/plan.json"),
+        "folder is a directory, not a file.",
+    ),
     "no such plan": (("export", "--plan", "no.json", "--model", MODEL), "no.json does not exist."),
     "no such saliency": (
         ("export", "--saliency", "no.safetensors", "--out", "new"),
