@@ -486,7 +486,7 @@ def test_inspect_names_the_files_of_a_run(place_with_checkpoint: Path) -> None:
 def test_inspect_names_all_that_is_wrong_with_a_checkpoint(place_with_checkpoint: Path) -> None:
     checkpoint = place_with_checkpoint / RUN / "checkpoint"
     (checkpoint / "notes.txt").write_text("mine")
-    shown = run("inspect", checkpoint, "--json")  # it changes nothing, so it is only told
+    shown = run("inspect", checkpoint, "--json")  # no weights, so it is only told
     extra = [file["path"] for file in shown.json["files"] if file["status"] == "extra"]
     assert (shown.code, extra) == (0, ["notes.txt"])
     (checkpoint / "generation_config.json").unlink()
