@@ -259,7 +259,10 @@ def test_newest_calibration_is_the_run(place: Path) -> None:
     os.utime(other / "saliency.safetensors", (new, new))
 
     assert run("plan", "--size", "9.6MB", "--json").json["plan"] == "runs/other/plan.json"
-    assert run("report", "--json").json["report"] == "runs/other/report.html"
+    result = run("report", "--json")
+    assert result.json["report"] == "runs/other/report.html"
+    assert result.err.count("run: runs/other\n") == 1
+    assert "run: " not in run("report", "--run", "runs/other").err
 
     os.utime(RUN / "saliency.safetensors", (new + 1, new + 1))
     assert "runs/tiny-k3/plan.json exists already" in run("plan", "--size", "9.6MB").error
@@ -340,8 +343,23 @@ def test_a_plan_outside_the_run_needs_a_place_for_what_is_made_of_it(place: Path
     assert predicted not in Path("one.html").read_text("utf-8")
 
 
+def test_report_says_what_its_page_warns_of(place: Path) -> None:
+    assert run("plan", "--size", "8MB", "--out", "other.json").code == 0
+    shorter = json.loads((RUN / "evaluation.json").read_text("utf-8")) | {"sequence_length": 99}
+    Path("e.json").write_text(json.dumps(shorter | {"label": "rival"}), "utf-8")
+    page = ("report", "--rival", "e.json", "--rival-plan", "other.json", "--out", "r.html")
+    warned = [line for line in run(*page).err.splitlines() if line.startswith("warning: ")]
+    assert any("belong to none of the evaluations" in line for line in warned)
+    assert "warning: “rival” is not comparable: another sequence length." in warned
+
+    (RUN / "evaluation.json").unlink()
+    alone = run(*page, "--force").err
+    assert "warning: Nothing is compared: there is no evaluation of this plan." in alone
+
+
 def test_a_run_s_own_report_is_renewed(place: Path) -> None:
-    assert run("report").code == 0
+    first = run("report")
+    assert first.code == 0 and "run: " not in first.err  # there is no other
     assert run("report").code == 0
 
 
@@ -383,7 +401,7 @@ def test_a_plan_says_that_the_trunks_rounding_is_not_counted(place: Path) -> Non
     command = ("plan", "--trunk", "6bit", "--out", "p.json", "--force", "--size")
     counted = "nats, no plan under the same constraints is below"
     some = run(*command, "40%").err
-    assert counted in some and "; rounding the trunk to 6-bit g64 not counted." in some
+    assert counted in some and "; rounding the trunk to 6 and 8 bits not counted." in some
     assert "All experts fit: nothing needs pruning.\nwarning: rounding the trunk is no part of" in (
         run(*command, "100%").err
     )
@@ -440,7 +458,7 @@ def test_model_is_found_however_it_is_written(empty: Path, written: str) -> None
 def test_inspect_shows_every_kind_of_file(place_with_checkpoint: Path) -> None:
     expected = {
         "saliency.safetensors": ("never_routed", "5 MoE layers of 64 experts"),
-        "plan.json": ("alternatives", "experts kept"),
+        "plan.json": ("alternatives", "over that of dropping it (kappa)."),
         "evaluation.json": ("mean_kl", "same top token"),
         "checkpoint": ("expert_counts", "2-bit g128"),
     }
@@ -470,7 +488,24 @@ def test_inspect_shows_every_kind_of_file(place_with_checkpoint: Path) -> None:
 def test_inspect_names_the_files_of_a_run(place_with_checkpoint: Path) -> None:
     result = run("inspect", RUN)
     assert (result.code, result.error) == (1, f"{RUN} is a run, not a checkpoint.")
-    assert f"{RUN / 'plan.json'}, {RUN / 'evaluation.json'}, {RUN / 'checkpoint'}" in result.err
+    files = f"{RUN / 'plan.json'}, {RUN / 'evaluation.json'}, {RUN / 'checkpoint'}"
+    assert files in result.err
+    runs, settings = run("inspect", "runs"), run("inspect", RUN / "run.json")
+    assert runs.error == "runs holds runs, it is not a checkpoint."
+    assert f"a file of {RUN}; e.g. {RUN / 'saliency.safetensors'}" in runs.err
+    assert settings.error == f"{RUN / 'run.json'} says only which model the run is of."
+    assert files in settings.err
+
+
+def test_inspect_names_all_that_is_wrong_with_a_checkpoint(place_with_checkpoint: Path) -> None:
+    checkpoint = place_with_checkpoint / RUN / "checkpoint"
+    (checkpoint / "notes.txt").write_text("mine")
+    shown = run("inspect", checkpoint, "--json")  # no weights, so it is only told
+    extra = [file["path"] for file in shown.json["files"] if file["status"] == "extra"]
+    assert (shown.code, extra) == (0, ["notes.txt"])
+    (checkpoint / "generation_config.json").unlink()
+    said = run("inspect", checkpoint).error
+    assert "generation_config.json is missing, notes.txt is extra." in said
 
 
 # Merge
@@ -820,7 +855,7 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "unit": (("plan", "--budget", "512G", "--force"), "'512G' is not a size."),
     "size too small": (
         ("plan", "--size", "1MB", "--force"),
-        "1.0 MB (1000000 bytes) of weights are too few: the smallest plan",
+        "1.0 MB (1,000,000 bytes) of weights are too few: the smallest plan",
     ),
     "budget too small": (
         ("plan", "--budget", "2MB", "--context", "100", "--force"),
@@ -852,6 +887,10 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "sweep without covariances": (
         ("plan", "--size", "9.6MB", "--sweep", "--low-rounding", "feedback"),
         "rounding with feedback needs covariances",
+    ),
+    "rival's plan alone": (
+        ("report", "--rival-plan", "runs/tiny-k3/plan.json", "--out", "r"),
+        "--rival-plan has no use without --rival.",
     ),
     "layout": ((*PLAN, "--layout", "x"), "unknown layout 'x'."),
     "format": ((*PLAN, "--low", "9bit"), "unknown low precision '9bit'."),
@@ -915,6 +954,10 @@ FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "newer plan": (("export", "--plan", "newer.json"), "has reap.plan version 99"),
     "damaged": (("inspect", "damaged.json"), "damaged.json is damaged"),
     "nothing": (("inspect", "nothing"), "nothing does not exist."),
+    "folder as diff": (
+        ("plan", "--diff", "folder", "--out", f"{RUN}/plan.json"),
+        "folder is a directory, not a file.",
+    ),
     "no such plan": (("export", "--plan", "no.json", "--model", MODEL), "no.json does not exist."),
     "no such saliency": (
         ("export", "--saliency", "no.safetensors", "--out", "new"),
@@ -945,7 +988,7 @@ def test_fault_is_an_error_and_nothing_is_written(broken: Path, fault: str) -> N
 def test_too_small_a_budget_names_the_smallest(broken: Path) -> None:
     with working_in(broken):
         message = run("plan", "--size", "1MB", "--out", "p.json").error
-        smallest = int(re.findall(r"\((\d+) bytes\)", message)[-1])
+        smallest = int(re.findall(r"\(([\d,]+) bytes\)", message)[-1].replace(",", ""))
 
         assert "are too few" in run("plan", "--size", str(smallest - 1), "--out", "p.json").error
         assert run("plan", "--size", str(smallest), "--out", "p.json").code == 0

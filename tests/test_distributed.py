@@ -256,8 +256,10 @@ def test_a_dry_run_says_what_each_of_several_ranks_takes(
     assert "rank" not in capsys.readouterr().err
     _print_estimate(two, json=False)
     said = capsys.readouterr().err
-    asked = f"{one.tokens} tokens and {one.probe_tokens} to measure on, sensitivity on "
-    assert f"4 layers, {asked}{one.sensitivity_tokens}\n" in said
+    assert (
+        f"4 layers, {one.tokens} tokens and {one.probe_tokens} to measure on (whole sequences), "
+        f"sensitivity on {one.sensitivity_tokens}\n" in said
+    )
     assert "Shared by 2 ranks, each on a machine like this one" in said
     assert f"That with most, {two.tokens} tokens and {two.probe_tokens} to measure on" in said
 

@@ -133,6 +133,7 @@ def test_files_beside_the_weights_are_the_sources(family: str) -> None:
     assert not (out / "reap_model.py").exists()
     card = (out / "README.md").read_text()
     assert "library_name: transformers" in card and "trust-remote-code" not in card
+    assert "| experts, high bank |" in card and "| experts, low bank |" not in card
     origin = json.loads((out / "reap.json").read_text())
     assert origin["source"] == plan_of(family).provenance.model
     kept = {str(layer.layer): list(layer.kept) for layer in plan_of(family).layers}

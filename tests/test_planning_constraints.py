@@ -403,6 +403,13 @@ def test_counts_far_from_the_mean_are_named() -> None:
     assert warnings[1].startswith(
         "more experts than 1.6 × the mean of 30 in layers (experts) 1 (64)."
     )
+    measured = with_kl(lopsided(spec)).measurement
+    assert measured is not None
+    uneven = replace(measured, drop_kl=measured.drop_kl * np.array([1000, 1, 1, 1, 1, 1]))
+    sensitive = plan_with(replace(lopsided(spec), measurement=uneven), clamp=None, **settings)
+    counts = sensitive.expert_counts[1:]
+    assert max(counts) > 1.6 * sum(counts) / len(counts)
+    assert sensitive.settings["warnings"] == []
     even = plan_with(make_saliency(spec, sigma=0.3), **settings | {"layout": "stock"})
     assert even.settings["warnings"] == []
 

@@ -819,7 +819,7 @@ def test_nothing_needed_pruning(saliency: Saliency, plan: Plan) -> None:
     assert "Nothing needed pruning: all experts fit, so" in Page(render(data)).words
     rounded = replace(whole, trunk={"lm_head": Format(8, 64, "affine")})
     words = Page(render(ReportData.build(saliency, rounded))).words
-    assert "predicted damage is 0, rounding the trunk to 8-bit g64 not counted." in words
+    assert "predicted damage is 0, rounding the trunk to 8 bits not counted." in words
 
 
 def test_damage_has_its_unit(saliency: Saliency, plan: Plan) -> None:

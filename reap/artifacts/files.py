@@ -124,6 +124,8 @@ def read_json(path: Path, *, format: str, version: int) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ArtifactError(f"{path} does not exist.") from None
+    except IsADirectoryError:
+        raise ArtifactError(f"{path} is a directory, not a file.", "name a file in it") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ArtifactError(f"{path} is not readable JSON: {error}") from None
     check_envelope(path, data, format=format, version=version)

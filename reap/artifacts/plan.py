@@ -100,8 +100,8 @@ class Plan:
     @property
     def uncounted(self) -> str:
         """What costs something, but is no part of `damage`, in words; "" if nothing is."""
-        labels = dict.fromkeys(format.label for format in self.trunk.values())
-        return f"rounding the trunk to {', '.join(labels)}" if labels else ""
+        bits = sorted({format.bits for format in self.trunk.values()})
+        return f"rounding the trunk to {' and '.join(map(str, bits))} bits" if bits else ""
 
     @property
     def expert_counts(self) -> list[int]:

@@ -33,7 +33,8 @@ def calibrate(
         typer.Option(
             metavar="N",
             min=0,
-            help="Tokens on which drops and low bits are measured; 0: not at all.",
+            help="Tokens on which drops and low bits are measured, in whole sequences of each "
+            "domain, so a little more; 0: not at all.",
         ),
     ] = 2048,
     low: Annotated[
@@ -134,7 +135,7 @@ def _print_estimate(found: Estimate, *, json: bool) -> None:
         print_json(asdict(found))
     say(
         f"{found.layers} layers, {found.all_tokens:,} tokens and {found.all_probe_tokens:,} to "
-        f"measure on, sensitivity on {found.all_sensitivity_tokens:,}"
+        f"measure on (whole sequences), sensitivity on {found.all_sensitivity_tokens:,}"
     )
     if found.ranks > 1:
         say(

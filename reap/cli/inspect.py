@@ -69,23 +69,37 @@ def inspect(
     elif kind is None:
         shown(Saliency.load(file), show.saliency_figures, show.show_saliency)
     else:
+        if file.name == "run.json":
+            _refuse_run(file.parent, f"{file} says only which model the run is of.")
         raise ArtifactError(f"{file} is not a file that reap wrote.")
 
 
-def _refuse_run(directory: Path) -> None:
-    """Raise ReapError, naming what can be inspected, if `directory` is a run's."""
-    from reap.cli.rundir import RunDirectory
+def _refuse_run(directory: Path, message: str = "") -> None:
+    """Raise ReapError, naming what can be inspected, if `directory` is a run's or holds runs."""
     from reap.errors import ReapError
 
-    run = RunDirectory(directory)
     if (directory / "config.json").exists():
         return
-    found = [p for p in (run.saliency, run.plan, run.evaluation, run.checkpoint) if p.exists()]
+    found = _results(directory)
     if found:
         raise ReapError(
-            f"{directory} is a run, not a checkpoint.",
+            message or f"{directory} is a run, not a checkpoint.",
             f"inspect one of its files: {', '.join(map(str, found))}",
         )
+    runs = [folder for folder in sorted(directory.iterdir()) if _results(folder)]
+    if runs:
+        raise ReapError(
+            f"{directory} holds runs, it is not a checkpoint.",
+            f"inspect a file of {', '.join(map(str, runs))}; e.g. {_results(runs[0])[0]}",
+        )
+
+
+def _results(directory: Path) -> list[Path]:
+    """What a run in `directory` has to inspect; empty if it is none."""
+    from reap.cli.rundir import RunDirectory
+
+    run = RunDirectory(directory)
+    return [p for p in (run.saliency, run.plan, run.evaluation, run.checkpoint) if p.exists()]
 
 
 def _checked_files(checkpoint: Path, *, hashing: bool) -> list[FileCheck]:
@@ -98,10 +112,10 @@ def _checked_files(checkpoint: Path, *, hashing: bool) -> list[FileCheck]:
         return []
     with progress_bar("B") as progress:
         files = check_manifest(checkpoint, hashing=hashing, progress=progress)
-    damaged = [f"{file.path} is {file.status}" for file in files if file.damaged]
-    if damaged:
+    if any(file.damaged for file in files):
+        wrong = [f"{x.path} is {x.status}" for x in files if x.damaged or x.status == "extra"]
         raise CheckpointError(
-            f"{checkpoint} is damaged: {', '.join(damaged)}.", "export it again, or copy it again"
+            f"{checkpoint} is damaged: {', '.join(wrong)}.", "export it again, or copy it again"
         )
     return files
 

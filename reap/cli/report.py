@@ -56,8 +56,13 @@ def report(
     from reap.cli.output import print_json, say
     from reap.cli.rundir import RunDirectory
     from reap.cli.stages import check_output
+    from reap.errors import ReapError
     from reap.report import write_report
 
+    if rival_plan and not rival:
+        raise ReapError(
+            "--rival-plan has no use without --rival.", "add the evaluation of its checkpoint"
+        )
     directory = RunDirectory.find(run, plan, saliency, evaluation)
     plan_file = plan or directory.plan
     Plan.load(plan_file)
@@ -68,7 +73,7 @@ def report(
     check_output(target, force)
     if evaluation is None and directory.evaluation.exists():
         evaluation = directory.evaluation
-    write_report(
+    data = write_report(
         target,
         saliency=saliency or directory.saliency,
         plan=plan_file,
@@ -79,4 +84,6 @@ def report(
     )
     if json:
         print_json({"report": str(target)})
+    for warning in data.warnings:
+        say(f"warning: {warning}")
     say(f"Wrote {target}")

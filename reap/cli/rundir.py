@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reap.artifacts.files import write_json
+from reap.cli.output import say
 from reap.data import model_path
 from reap.errors import ReapError
 
@@ -75,7 +76,8 @@ class RunDirectory:
     def find(cls, override: Path | None, *given: Path | None) -> RunDirectory:
         """`override`, or the run in which the first file that is given lies, or the newest run.
 
-        The newest run is the one whose calibration is newest. Raises ReapError if there is none.
+        The newest run is the one whose calibration is newest; it is told if there are others.
+        Raises ReapError if there is none.
         """
         if override is not None:
             return cls(override)
@@ -91,7 +93,10 @@ class RunDirectory:
                 "there is no run below runs/.",
                 "run `reap calibrate MODEL` first, or name a run with --run",
             )
-        return cls(files[-1].parent)
+        newest = cls(files[-1].parent)
+        if len(files) > 1:
+            say(f"run: {newest.path}")
+        return newest
 
     def require_out(self, out: Path | None, given: Path | None, own: Path) -> None:
         """Raise ReapError if what is made from `given` would take the place of the run's own.

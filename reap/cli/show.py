@@ -111,6 +111,8 @@ def plan_figures(plan: Plan) -> Figures:
 
 def show_plan(plan: Plan) -> None:
     """The byte waterfall and the counts."""
+    from reap.report.settings import low_bank_rule
+
     water = plan.waterfall
 
     def line(name: str, value: int, sign: str = "") -> list[str]:
@@ -158,9 +160,9 @@ def show_plan(plan: Plan) -> None:
         say(f"  {name}: {damage:.4g}")
     for assumed in plan.settings.get("assumed", ()):
         say(f"assumed, not measured: {assumed}")
-    rule = plan.settings.get("low_bank")
+    rule = low_bank_rule(plan)
     if rule:
-        say(rule["rule"])
+        say(rule)
     _say_warnings(plan)
 
 

@@ -401,7 +401,7 @@ def smallest(task: Task, *, plain: str = "") -> tuple[Ints, Ints]:
 
 
 def _exact(size: int) -> str:
-    return f"{format_size(size)} ({size} bytes)"
+    return f"{format_size(size)} ({size:,} bytes)"
 
 
 def _advice(task: Task, largest: str) -> str:

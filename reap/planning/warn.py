@@ -8,6 +8,7 @@ import numpy as np
 
 from reap.artifacts.plan import LayerPlan
 from reap.artifacts.saliency import Saliency
+from reap.planning.damage import sensitivity_measured
 from reap.planning.domains import kept_energy
 from reap.planning.protect import outlier_ratio, super_experts
 from reap.planning.settings import CLAMP
@@ -18,7 +19,9 @@ UNEVEN = 1.5
 
 def warnings(saliency: Saliency, layers: Sequence[LayerPlan]) -> list[str]:
     """Sentences; empty if there is nothing to say."""
-    return [*_counts(layers), *_super(saliency, layers), *_domains(saliency, layers)]
+    # Counts far from the mean are meant where the layers' sensitivity was measured.
+    counts = [] if sensitivity_measured(saliency) else _counts(layers)
+    return [*counts, *_super(saliency, layers), *_domains(saliency, layers)]
 
 
 def domains_kept(saliency: Saliency, layers: Sequence[LayerPlan]) -> dict[str, float]:

@@ -302,6 +302,14 @@ class ReportData:
         return all(c.plain for c in others)
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What to know before trusting the page: its notices, and which rivals are not compared."""
+        left_out = [c for c in self.contenders if not c.own and c.note]
+        if left_out and not self.scores:
+            return *self.notices, "Nothing is compared: there is no evaluation of this plan."
+        return *self.notices, *(f"“{c.label}” is {c.note}." for c in left_out)
+
+    @property
     def predictions(self) -> tuple[Contender, ...]:
         """The comparable checkpoints with a prediction to set against the measurement."""
         return tuple(c for c in self.contenders if c.comparable and c.predicted is not None)
