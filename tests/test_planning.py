@@ -851,15 +851,17 @@ def test_budget_too_small_names_what_it_takes() -> None:
     needed = budget_for(smallest, 1000, 0.08)
     assert caught.value.message == (
         f"a budget of 1.0 MB (1,000,000 bytes) is too small: the smallest plan (8 of 32 experts in "
-        f"each layer at 2-bit g128) has 1.6 MB ({smallest:,} bytes) of weights and needs a budget of "
-        f"1.7 MB ({needed:,} bytes), with 0 tokens of context and 8% in reserve. Most of it: trunk, "
-        f"0.9 MB."
+        f"each layer at 2-bit g128) has 1.6 MB ({smallest:,} bytes) of weights and needs a budget "
+        f"of 1.7 MB ({needed:,} bytes), with 0 tokens of context and 8% in reserve. Most of it: "
+        f"trunk, 0.9 MB."
     ).replace("0.9 MB", format_size(spec.trunk_bytes()))
     assert caught.value.hint == "quantize the trunk, e.g. --trunk 4bit, or raise --budget"
     assert plan_with(saliency, budget=needed, context=0).expert_counts == [0, 8, 8, 8]
     with pytest.raises(BudgetError):
         plan_with(saliency, budget=needed - 1, context=0)
-    with pytest.raises(BudgetError, match=r"1\.0 MB \(1,000,000 bytes\) of weights are too few") as e:
+    with pytest.raises(
+        BudgetError, match=r"1\.0 MB \(1,000,000 bytes\) of weights are too few"
+    ) as e:
         plan_with(saliency, size=10**6, trunk="4bit", min_experts=31)
     assert e.value.hint == "lower --min-experts (at least 2), or raise --size"
     with pytest.raises(BudgetError, match=r"Most of it: state, 10\.0 MB") as e:
@@ -879,7 +881,9 @@ def test_budget_too_small_for_a_plain_recipe() -> None:
         )
 
     assert plain(smallest).expert_counts == [0, 8, 8, 8]
-    with pytest.raises(BudgetError, match=rf"in each layer at mxfp4\) has .* \({smallest:,} bytes\)"):
+    with pytest.raises(
+        BudgetError, match=rf"in each layer at mxfp4\) has .* \({smallest:,} bytes\)"
+    ):
         plain(smallest - 1)
 
 
