@@ -227,6 +227,16 @@ def test_layers_that_the_config_does_not_announce_are_refused(
     assert "num_hidden_layers" in str(raised.value.hint)
 
 
+@pytest.mark.parametrize("value", ["one", 1.5])
+def test_a_number_of_prediction_layers_that_is_none_is_named(
+    value: object, qwen: Path, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"num_nextn_predict_layers": value}
+    path = models.with_prediction_layers(qwen, tmp_path / "copy", 1, **changes)
+    with pytest.raises(CheckpointError, match=f"num_nextn_predict_layers is {value!r}, not a"):
+        open_source(str(path))
+
+
 # Tensors. Whatever is wrong with them is found by spec(), which reads headers only.
 
 EXPERT = "model.layers.1.mlp.experts.3.gate_proj.weight"

@@ -86,7 +86,12 @@ class SourceModel:
     def _check_prediction(self) -> None:
         """Refuse layers beyond those of the language model that config.json does not announce."""
         count, key = len(self.layers), "num_nextn_predict_layers"
-        announced = int(text_config(self.config).get(key) or 0)
+        announced = text_config(self.config).get(key) or 0
+        if not isinstance(announced, int):
+            raise CheckpointError(
+                f"{self.checkpoint.path / 'config.json'}: {key} is {announced!r}, not a number.",
+                "correct it, or download the checkpoint again",
+            )
         if self.prediction_layers and self.prediction_layers[-1] >= count + announced:
             raise CheckpointError(
                 f"{self.checkpoint.path} has tensors of layer {self.prediction_layers[-1]}, its "
