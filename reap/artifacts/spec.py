@@ -179,6 +179,12 @@ class ModelSpec:
         """Bytes of all routed experts as the source stores them."""
         return sum(self.num_experts * self.expert_bytes(layer) for layer in self.moe_layers)
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights that are loaded, as the source stores them."""
+        routers = sum(self.num_experts * self.router_row_bytes(layer) for layer in self.moe_layers)
+        return self.trunk_bytes() + routers + self.experts_bytes
+
     def state_bytes(self, context: int) -> int:
         return self.state_bytes_fixed + self.state_bytes_per_token * context
 

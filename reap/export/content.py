@@ -95,8 +95,7 @@ class Content:
                 yield self._as_planned(path, module)
         if part is None:
             carried, ranges = self.source.carried_names(), self.source.checkpoint.ranges
-            for path in dict.fromkeys(name.rpartition(".")[0] for name in carried):
-                names = [name for name in carried if name.rpartition(".")[0] == path]
+            for path, names in by_module(carried).items():
                 if path in paths:
                     yield {name: Copied(ranges([name])) for name in names}
         if part is None or part not in self._layers:
@@ -143,8 +142,7 @@ class Content:
                 if layer is None or not name.startswith(experts)
             }
             del weights
-        for path in dict.fromkeys(name.rpartition(".")[0] for name in arrays):
-            names = [name for name in arrays if name.rpartition(".")[0] == path]
+        for path, names in by_module(arrays).items():
             yield path, {name.rpartition(".")[2]: arrays.pop(name) for name in names}
 
     def _as_planned(self, path: str, module: dict[str, mx.array]) -> dict[str, mx.array]:
@@ -204,6 +202,14 @@ def tensor_of(array: mx.array, count: int | None = None) -> Tensor:
     if count is not None:
         shape, nbytes = (count, *shape[1:]), count * nbytes
     return Tensor(dtype_name(array.dtype), shape, nbytes)
+
+
+def by_module(names: Iterable[str]) -> dict[str, list[str]]:
+    """Tensor names by the path of the module that they belong to, in the order they come in."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name.rpartition(".")[0], []).append(name)
+    return found
 
 
 def banks(layer: LayerPlan) -> dict[str, tuple[int, ...]]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from reap.artifacts.partial import sync
 from reap.errors import CheckpointError
-from reap.export.content import Content, Copied, Part, Tensor, tensor_of
+from reap.export.content import Content, Copied, Part, Tensor, by_module, tensor_of
 from reap.export.finite import Header, check_finite, finite, kind_of, not_finite, raw
 from reap.export.partial import PartialExport
 from reap.models.checkpoint import INDEX, Range, read_ranges
@@ -77,10 +77,8 @@ def shards(foreseen: Mapping[Part, Mapping[str, Tensor]], limit: int = SHARD_BYT
 
 def _together(found: Mapping[str, Tensor], most: int) -> Iterator[dict[str, Tensor]]:
     """The tensors of each module, one by one if they are more than `most`."""
-    modules: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in found.items():
-        modules.setdefault(name.rpartition(".")[0], {})[name] = tensor
-    for module in modules.values():
+    for names in by_module(found).values():
+        module = {name: found[name] for name in names}
         if _nbytes(module) <= most:
             yield module
         else:

@@ -246,12 +246,10 @@ class SourceModel:
         if self.experts_apart(index) or not self.read_apart(index):
             found = self.experts_of(self.layer_weights(index, ids))
             return {projection: found[projection] for projection in projections}
-        head = self._experts_head(index)
         return {
             projection: {
-                name.rpartition(".")[2]: self.checkpoint.rows(name, ids)
-                for name in self._names[index]
-                if name.rpartition(".")[0] == f"{head}{projection}"
+                leaf: self.checkpoint.rows(name, ids)
+                for leaf, name in self._stacked_names(index, projection).items()
             }
             for projection in projections
         }
@@ -264,9 +262,8 @@ class SourceModel:
         Empty if what mlx-lm makes of the experts' tensors is not their bytes one after the other.
         """
         if not self.experts_apart(index):
-            head = f"{self._experts_head(index)}{projection}"
-            names = [n for n in self._names[index] if n.rpartition(".")[0] == head]
-            return {n.rpartition(".")[2]: self.checkpoint.row_ranges(n, ids) for n in names}
+            stacked = self._stacked_names(index, projection)
+            return {leaf: self.checkpoint.row_ranges(n, ids) for leaf, n in stacked.items()}
         origins = self._origins(index)
         if projection not in origins:
             return {}
@@ -313,6 +310,12 @@ class SourceModel:
         head = self._experts_head(index)
         own = any(name.startswith(head) and name.endswith(".weight") for name in self._names[index])
         return own or self.experts_apart(index)
+
+    def _stacked_names(self, index: int, projection: str) -> dict[str, str]:
+        """By leaf, of a projection that is stored as mlx-lm has it; empty if it is not."""
+        path = f"{self._experts_head(index)}{projection}"
+        parts = ((name, *name.rpartition(".")) for name in self._names[index])
+        return {leaf: name for name, owner, _, leaf in parts if owner == path}
 
     def _experts_head(self, index: int) -> str:
         return f"{self.layer_prefix(index)}.{self.family.experts}."

@@ -565,12 +565,10 @@ def _plan(
 
 def _of_trunk(task: Task) -> list[str]:
     """A sentence if the trunk is rounded, of which the damage says nothing."""
-    spec, settings = task.spec, task.settings
     if not task.precision.trunk:
         return []
     said = "rounding the trunk is no part of the predicted damage; `reap evaluate` measures it."
-    routers = sum(spec.num_experts * spec.router_row_bytes(layer) for layer in spec.moe_layers)
-    if spec.trunk_bytes() + routers + spec.experts_bytes <= settings.usable(task.state):
+    if task.spec.weight_bytes <= task.settings.usable(task.state):
         said += " All would fit with --trunk source."
     return [said]
 

@@ -278,9 +278,7 @@ class ReportData:
     @property
     def base_weight_bytes(self) -> int:
         """Bytes of the original's weights that are loaded."""
-        spec = self.spec
-        rows = sum(spec.num_experts * spec.router_row_bytes(layer) for layer in spec.moe_layers)
-        return spec.trunk_bytes() + rows + spec.experts_bytes
+        return self.spec.weight_bytes
 
     @property
     def uniform(self) -> float:
